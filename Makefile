@@ -1,0 +1,36 @@
+# `make demo` and `make test` need nothing but Python 3.11 and pip: they make a virtual environment of their own.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test test-slow style quality install clean
+
+$(BIN)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+install: $(BIN)/installed
+
+demo: install
+	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/cil.py
+
+test: install
+	$(BIN)/python -m pytest -n 2
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+style: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+quality: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info

@@ -1,0 +1,37 @@
+"""Continual learning with LuCA experts on frozen vision transformers. Importing this registers LUCA with PEFT."""
+
+from ._registration import register
+from ._version import __version__
+from .config import LucaConfig
+from .features import FeatureDataset, ImageCollator, draw_reference_pictures
+from .hub import load_experts, save_expert, save_experts
+from .layer import LucaLayer
+from .metrics import ContinualAccuracy
+from .model import LucaModel
+from .routing import RoutingOutput
+from .streams import Task, TaskStream
+from .trainer import ContinualTrainer
+from .training_args import ContinualTrainingArguments
+
+
+register(LucaConfig, LucaModel)
+
+
+__all__ = [
+    "ContinualAccuracy",
+    "ContinualTrainer",
+    "ContinualTrainingArguments",
+    "FeatureDataset",
+    "ImageCollator",
+    "LucaConfig",
+    "LucaLayer",
+    "LucaModel",
+    "RoutingOutput",
+    "Task",
+    "TaskStream",
+    "__version__",
+    "draw_reference_pictures",
+    "load_experts",
+    "save_expert",
+    "save_experts",
+]

@@ -1,0 +1,56 @@
+"""Makes `LUCA` a PEFT type. The only file that touches PEFT's enum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft.utils import PeftType, register_peft_method
+
+
+NAME = "LUCA"
+
+
+def _restore(name: str) -> PeftType:
+    """Unpickle the member in a process that has not imported this package yet: importing this function does it."""
+    return PeftType(name)
+
+
+def _add_enum_member() -> None:
+    """
+    Add `LUCA` to [`peft.PeftType`], which is a closed enum without a hook for methods from outside. Does nothing when
+    it is already there.
+
+    Raises:
+        RuntimeError: another package has registered a `LUCA` of its own, or the enum did not take the member.
+    """
+    if NAME in PeftType.__members__:
+        if getattr(PeftType[NAME], "_added_by", None) != __name__:
+            raise RuntimeError(
+                f"PEFT already has a type called {NAME} that is not from peft_luca. Two packages cannot share the "
+                "name: import only one of them, or upgrade peft_luca if PEFT now ships LuCA itself."
+            )
+        return
+    member: Any = str.__new__(PeftType, NAME)
+    member._name_ = NAME
+    member._value_ = NAME
+    member._added_by = __name__
+    # A bare member pickles as a call of `PeftType("LUCA")`, which fails where this package was not imported.
+    member.__reduce_ex__ = lambda protocol: (_restore, (NAME,))
+    PeftType._member_map_[NAME] = member
+    PeftType._value2member_map_[NAME] = member
+    PeftType._member_names_.append(NAME)
+    type.__setattr__(PeftType, NAME, member)
+    if PeftType(NAME) is not member or PeftType[NAME] is not member or NAME not in list(PeftType):
+        raise RuntimeError(
+            "PEFT's enum of types did not accept LUCA. This Python or PEFT version is not supported: see the "
+            "versions in constraints.txt."
+        )
+
+
+def register(config_cls: type, model_cls: type) -> None:
+    """Register LuCA with PEFT, once."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    _add_enum_member()
+    if PeftType[NAME] not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        register_peft_method(name=NAME.lower(), config_cls=config_cls, model_cls=model_cls)

@@ -1,0 +1,146 @@
+"""The configuration of one LuCA expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from peft import PeftConfig
+from peft.utils import PeftType
+
+
+ARRANGEMENTS = ("adapter_calibrator", "calibrator_adapter", "parallel", "adapter", "calibrator")
+NORM_POSITIONS = ("after_residual", "before_residual")
+HEADS = ("cosine", "linear")
+ROW_INITS = ("random", "zeros")
+POOLED = ("cls", "any")
+
+# What a field left at None becomes, unless a recipe of the trainer fills it first.
+OWN_RECIPE: dict[str, Any] = {"scale": 10.0, "positive_scale": True, "init_rows": "random", "reference": True}
+
+
+@dataclass
+class LucaConfig(PeftConfig):
+    """
+    Configuration of a [`LucaModel`]: one LuCA (Learn and Calibrate) expert on the pooled [CLS] vector of a frozen
+    vision transformer. From "Unlocking [CLS] Features for Continual Post-Training" (https://arxiv.org/abs/2502.14762).
+
+    Args:
+        classes (`list[str]`, *optional*):
+            Names of the expert's classes, in the order of its rows. Classes are known by their names everywhere: the
+            same name in two experts is the same class. Defaults to the names in the base model's `config.id2label`.
+        reduction (`int`, *optional*, defaults to `16`):
+            Both branches are `d // reduction` wide, where d is the width of [CLS] (768 → 48).
+        adapter_width (`int`, *optional*):
+            Width of the adapter's bottleneck, in place of `d // reduction`.
+        calibrator_width (`int`, *optional*):
+            Width of the calibrator's bottleneck, in place of `d // reduction`.
+        arrangement (`str`, *optional*, defaults to `"adapter_calibrator"`):
+            `"adapter_calibrator"` is the method: learn, then calibrate. `"calibrator_adapter"`, `"parallel"`
+            (z ⊙ gate(z) + LN(mlp(z))), `"adapter"` and `"calibrator"` are the paper's ablations.
+        norm_position (`str`, *optional*, defaults to `"after_residual"`):
+            LayerNorm of the adapter after the residual sum, as in the authors' code, or `"before_residual"`, on the
+            MLP branch alone, as their README has it. The parallel arrangement has no residual sum.
+        head (`str`, *optional*, defaults to `"cosine"`):
+            `"cosine"`: logits σ · cos(LuCA(z), row). `"linear"`: rows and a bias; such an expert scores only its own
+            classes, and routes by them.
+        scale (`float`, *optional*, defaults to `10.0`):
+            Where σ, the learned scale of the cosine rows, starts.
+        positive_scale (`bool`, *optional*, defaults to `True`):
+            Use |σ|, which cannot turn negative. `False` is the authors' free σ.
+        init_rows (`str`, *optional*, defaults to `"random"`):
+            `"random"` or `"zeros"` for new class rows.
+        reference (`bool`, *optional*, defaults to `True`):
+            Standardise [CLS] by the backbone's mean and deviation over a fixed set of drawn pictures (see
+            [`LucaModel.compute_reference`]) before LuCA. Until that has been computed it is the identity.
+        pooled (`str`, *optional*, defaults to `"cls"`):
+            `"cls"` accepts only models whose head reads [CLS]; `"any"` accepts whatever pooled vector the head reads,
+            which is outside the method.
+        target_modules (`str` or `list[str]`, *optional*):
+            Name of the model's head. Found without this for the image classifiers of transformers.
+        fingerprint (`str`, *optional*):
+            Digest of the backbone that the expert was made on. Filled in by [`LucaModel`].
+        allow_mismatch (`bool`, *optional*, defaults to `False`):
+            Load the expert even on a backbone it was not trained on. Not saved.
+
+    Raises:
+        ValueError: a field has a value that is not among those above, or `task_type` is set.
+    """
+
+    classes: list[str] | None = field(default=None, metadata={"help": "Names of the expert's classes."})
+    reduction: int = field(default=16, metadata={"help": "Both branches are d // reduction wide."})
+    adapter_width: int | None = field(default=None, metadata={"help": "Width of the adapter's bottleneck."})
+    calibrator_width: int | None = field(default=None, metadata={"help": "Width of the calibrator's bottleneck."})
+    arrangement: str = field(
+        default="adapter_calibrator", metadata={"help": "How the branches are put together.", "choices": ARRANGEMENTS}
+    )
+    norm_position: str = field(
+        default="after_residual", metadata={"help": "Where the adapter's LayerNorm sits.", "choices": NORM_POSITIONS}
+    )
+    head: str = field(default="cosine", metadata={"help": "Kind of class rows.", "choices": HEADS})
+    scale: float | None = field(default=None, metadata={"help": "Where the learned scale of the rows starts."})
+    positive_scale: bool | None = field(default=None, metadata={"help": "Keep the scale positive."})
+    init_rows: str | None = field(default=None, metadata={"help": "How new rows start.", "choices": ROW_INITS})
+    reference: bool | None = field(default=None, metadata={"help": "Standardise [CLS] by the reference pictures."})
+    pooled: str = field(default="cls", metadata={"help": "Which input of the head is accepted.", "choices": POOLED})
+    target_modules: list[str] | str | None = field(default=None, metadata={"help": "Name of the model's head."})
+    fingerprint: str | None = field(default=None, metadata={"help": "Digest of the backbone. Filled in."})
+    allow_mismatch: bool = field(default=False, metadata={"help": "Load on another backbone too. Not saved."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PeftType["LUCA"]
+        if self.task_type is not None:
+            raise ValueError(
+                f"task_type is {self.task_type!r}, but LucaConfig needs task_type=None: PEFT has no type for images, "
+                "and its types would move the head away from the expert, which owns its class rows."
+            )
+        for name, allowed in (
+            ("arrangement", ARRANGEMENTS),
+            ("norm_position", NORM_POSITIONS),
+            ("head", HEADS),
+            ("pooled", POOLED),
+            ("init_rows", (None, *ROW_INITS)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}."
+                )
+        for name in ("reduction", "adapter_width", "calibrator_width"):
+            value = getattr(self, name)
+            if value is None and name != "reduction":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if self.scale is not None and not 0.0 < float(self.scale) < float("inf"):
+            raise ValueError(f"scale must be a finite number above 0, got {self.scale!r}.")
+        if self.classes is not None:
+            self.classes = check_classes(self.classes)
+
+    def resolve(self, defaults: dict[str, Any] | None = None) -> LucaConfig:
+        """Fill the fields left at None from `defaults` (the own recipe when not given), in place."""
+        for name, value in (OWN_RECIPE if defaults is None else defaults).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        values: dict[str, Any] = super().to_dict()
+        del values["allow_mismatch"]  # a decision about one loading, not a property of the expert
+        return values
+
+
+def check_classes(classes: Any) -> list[str]:
+    """The class names as a list, checked: not empty, all different, all strings with something in them."""
+    if isinstance(classes, str):
+        raise ValueError(f"classes must be a list of class names, got the string {classes!r}.")
+    names = list(classes)
+    if not names:
+        raise ValueError("classes is empty, but an expert needs at least one class.")
+    wrong = [name for name in names if not isinstance(name, str) or not name.strip()]
+    if wrong:
+        raise ValueError(f"class names must be non-empty strings, got {wrong[:5]!r}.")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"each class may be named once in an expert, but these come more than once: {twice[:5]!r}.")
+    return names

@@ -1,0 +1,388 @@
+"""The layer in place of the model's head: [CLS] → adapter → calibrator → class scores, for every expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from .config import LucaConfig
+from .routing import Router, RoutingOutput, combine_rows, entropy, fill_unknown
+
+
+# Rows are multiplied with at most this many numbers of (batch, experts, rows) in memory at a time.
+SCORES_BUDGET = 2**25
+
+_READ_FEATURES: ContextVar[bool] = ContextVar("peft_luca_read_features", default=False)
+
+
+@contextmanager
+def reading_features() -> Iterator[None]:
+    """Within this context a LuCA layer returns [CLS] itself, (batch, d), in place of logits; in this thread only."""
+    token = _READ_FEATURES.set(True)
+    try:
+        yield
+    finally:
+        _READ_FEATURES.reset(token)
+
+
+class LucaLayer(nn.Module, BaseTunerLayer):
+    """
+    Wraps the head of an image classifier and holds every expert's LuCA module, class rows and reference.
+
+    With one expert active the layer returns its own K logits; with a router, logits over all C classes of all experts.
+
+    Args:
+        base_layer (`nn.Module`): The model's head.
+        width (`int`): d, the width of the vector that LuCA reads.
+        input_width (`int`): Width of what enters the head: [CLS] comes first when it is wider than d.
+    """
+
+    adapter_layer_names = (
+        "luca_adapter_down",
+        "luca_adapter_up",
+        "luca_adapter_norm",
+        "luca_calibrator_down",
+        "luca_calibrator_up",
+        "luca_class_rows",
+        "luca_class_bias",
+        "luca_scale",
+    )
+    other_param_names = ("luca_reference_mean", "luca_reference_std")
+    # The ℓ1 penalty runs over these: the LuCA module, not the rows and not σ.
+    module_names = adapter_layer_names[:5]
+
+    def __init__(self, base_layer: nn.Module, width: int, input_width: int) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.width = width
+        self.input_width = input_width
+        self.luca_adapter_down = nn.ModuleDict()
+        self.luca_adapter_up = nn.ModuleDict()
+        self.luca_adapter_norm = nn.ModuleDict()
+        self.luca_calibrator_down = nn.ModuleDict()
+        self.luca_calibrator_up = nn.ModuleDict()
+        self.luca_class_rows = nn.ParameterDict()
+        self.luca_class_bias = nn.ParameterDict()
+        self.luca_scale = nn.ParameterDict()
+        self.luca_reference_mean = BufferDict(persistent=True)
+        self.luca_reference_std = BufferDict(persistent=True)
+        self.configs: dict[str, LucaConfig] = {}
+        self.router: Router | None = None
+        self.router_options: dict[str, Any] = {}
+        # An active expert answers over its own classes, as any PEFT model, or over all: the paper's training needs it.
+        self.over_all_classes = False
+        self._active_adapter = []
+        self._disable_adapters = False
+        self.merged_adapters = []
+        self._class_index: ClassIndex | None = None
+
+    # ---- experts -------------------------------------------------------------------------------------------------
+
+    def update_layer(self, adapter_name: str, config: LucaConfig) -> None:
+        """Add an expert. Its config must be resolved and its classes known."""
+        assert config.classes is not None
+        d, classes = self.width, len(config.classes)
+        widths = (config.adapter_width or d // config.reduction, config.calibrator_width or d // config.reduction)
+        if min(widths) < 1:
+            raise ValueError(
+                f"reduction is {config.reduction}, but [CLS] is only {d} wide: take a reduction of at most {d}, or "
+                "set adapter_width and calibrator_width."
+            )
+        if config.arrangement != "calibrator":
+            self.luca_adapter_down[adapter_name] = _xavier(nn.Linear(d, widths[0]))
+            self.luca_adapter_up[adapter_name] = _xavier(nn.Linear(widths[0], d))
+            self.luca_adapter_norm[adapter_name] = nn.LayerNorm(d)
+        if config.arrangement != "adapter":
+            self.luca_calibrator_down[adapter_name] = _xavier(nn.Linear(d, widths[1], bias=False))
+            self.luca_calibrator_up[adapter_name] = _xavier(nn.Linear(widths[1], d, bias=False))
+        rows = torch.zeros(classes, d)
+        if config.init_rows == "random":
+            nn.init.normal_(rows, std=d**-0.5)
+        self.luca_class_rows[adapter_name] = nn.Parameter(rows)
+        if config.head == "linear":
+            self.luca_class_bias[adapter_name] = nn.Parameter(torch.zeros(classes))
+        else:
+            self.luca_scale[adapter_name] = nn.Parameter(torch.tensor(float(config.scale or 1.0)))
+        self.luca_reference_mean[adapter_name] = torch.zeros(d)
+        self.luca_reference_std[adapter_name] = torch.ones(d)
+        self.configs[adapter_name] = config
+        self._class_index = None
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        self.configs.pop(adapter_name, None)
+        self._class_index = None
+
+    def enable_adapters(self, enabled: bool) -> None:
+        # PEFT's own version freezes on disabling and thaws on enabling, and forgets which expert was to be trained.
+        self._disable_adapters = not enabled
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        super()._move_adapter_to_device_of_base_layer(adapter_name, device)
+        for buffers in (self.luca_reference_mean, self.luca_reference_std):
+            # Statistics keep their precision in a half-precision model.
+            if adapter_name in buffers and buffers[adapter_name].dtype in (torch.float16, torch.bfloat16):
+                buffers[adapter_name] = buffers[adapter_name].float()
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        raise NotImplementedError(MERGE_REFUSED)
+
+    def unmerge(self) -> None:
+        raise NotImplementedError(MERGE_REFUSED)
+
+    def expected_keys(self, adapter_name: str) -> set[str]:
+        """Names, relative to the layer, of every tensor that belongs to an expert."""
+        keys: set[str] = set()
+        for container in (*self.adapter_layer_names, *self.other_param_names):
+            entries = getattr(self, container)
+            if adapter_name in entries:
+                entry = entries[adapter_name]
+                inner = [f".{key}" for key in entry.state_dict()] if isinstance(entry, nn.Module) else [""]
+                keys.update(f"{container}.{adapter_name}{key}" for key in inner)
+        return keys
+
+    # ---- the way of the data -------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """
+        What entered the head, (batch, input width) → logits: the active expert's (batch, K); with a router (batch, C);
+        the untouched head's when adapters are disabled. Within [`reading_features`], [CLS] itself, (batch, d).
+        """
+        if not torch.compiler.is_compiling() and _READ_FEATURES.get():
+            return self.pooled(x)
+        if self.disable_adapters or not self.active_adapters:
+            output: Tensor = self.base_layer(x, *args, **kwargs)
+            return output
+        return self.answer(self.pooled(x))
+
+    def answer(self, z: Tensor) -> Tensor:
+        """[CLS], (batch, d) → logits of what is active: (batch, K), or (batch, C)."""
+        if self.router is not None:
+            return self.route(z).logits
+        name = self.active_adapters[0]
+        if not self.over_all_classes:
+            return self.own_scores(z, name)
+        scores, known = self.scores(z, [name])
+        return (scores if self.class_index.complete else fill_unknown(scores, known))[:, 0]
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """[CLS], (batch, d), from what entered the head. Detached: the trunk is frozen."""
+        if x.ndim != 2 or x.shape[-1] != self.input_width:
+            raise ValueError(
+                f"the head reads a tensor of shape (batch, {self.input_width}), got {tuple(x.shape)}. LuCA reads one "
+                "pooled vector per image."
+            )
+        return x.detach()[:, : self.width]  # (batch, d)
+
+    def luca(self, z: Tensor, adapter_name: str) -> Tensor:
+        """LuCA(z), (batch, d) → (batch, d): standardise by the reference, then adapt and calibrate (paper, §3)."""
+        config = self.configs[adapter_name]
+        if config.reference:
+            z = (z - self.luca_reference_mean[adapter_name]) / self.luca_reference_std[adapter_name]
+        z = self._cast_input_dtype(z, self.luca_class_rows[adapter_name].dtype)
+        if config.arrangement == "adapter":
+            return self._adapt(z, adapter_name)
+        if config.arrangement == "calibrator":
+            return z * self._gate(z, adapter_name)
+        if config.arrangement == "adapter_calibrator":
+            adapted = self._adapt(z, adapter_name)
+            return adapted * self._gate(adapted, adapter_name)
+        if config.arrangement == "calibrator_adapter":
+            return self._adapt(z * self._gate(z, adapter_name), adapter_name)
+        mlp = self._mlp(z, adapter_name)
+        parallel: Tensor = z * self._gate(z, adapter_name) + self.luca_adapter_norm[adapter_name](mlp)
+        return parallel
+
+    def _mlp(self, z: Tensor, adapter_name: str) -> Tensor:
+        hidden = F.gelu(self.luca_adapter_down[adapter_name](z))
+        mlp: Tensor = self.luca_adapter_up[adapter_name](hidden)
+        return mlp
+
+    def _adapt(self, z: Tensor, adapter_name: str) -> Tensor:
+        mlp, norm = self._mlp(z, adapter_name), self.luca_adapter_norm[adapter_name]
+        before = self.configs[adapter_name].norm_position == "before_residual"
+        adapted: Tensor = z + norm(mlp) if before else norm(z + mlp)
+        return adapted
+
+    def _gate(self, z: Tensor, adapter_name: str) -> Tensor:
+        hidden = F.relu(self.luca_calibrator_down[adapter_name](z))
+        return torch.sigmoid(self.luca_calibrator_up[adapter_name](hidden))
+
+    def scale(self, adapter_name: str) -> Tensor:
+        """σ as it is used, a scalar."""
+        scale: Tensor = self.luca_scale[adapter_name]
+        return scale.abs() if self.configs[adapter_name].positive_scale else scale
+
+    def own_scores(self, z: Tensor, adapter_name: str) -> Tensor:
+        """One expert's scores of its own classes, (batch, d) → (batch, K)."""
+        features, rows = self.luca(z, adapter_name), self.luca_class_rows[adapter_name]
+        if self.configs[adapter_name].head == "linear":
+            return F.linear(features, rows, self.luca_class_bias[adapter_name])
+        return self.scale(adapter_name) * F.linear(F.normalize(features, dim=-1), F.normalize(rows, dim=-1))
+
+    def scores(self, z: Tensor, adapter_names: list[str] | None = None) -> tuple[Tensor, Tensor]:
+        """
+        Scores of all C classes under each expert, exactly as the concepts page defines them: σ_t · cos(LuCA_t(z), row
+        of c); the row is t's own if t has c, otherwise the best over the experts that have it.
+
+        Args:
+            z (`torch.Tensor` of shape `(batch, d)`): [CLS] vectors.
+            adapter_names (`list[str]`, *optional*): The experts to ask; all by default, in their order.
+
+        Returns:
+            `tuple`: scores `(batch, experts, C)`, and a boolean `(experts, C)` that is False where an expert cannot
+            score a class, because one of the two has a linear head. Scores there are `-inf`.
+        """
+        index = self.class_index
+        rows = [F.normalize(self.luca_class_rows[name], dim=-1) for name in index.cosine]
+        all_rows = torch.cat(rows) if rows else None  # (rows, d)
+        scores, known = [], []
+        for name in self.configs if adapter_names is None else adapter_names:
+            own = index.own[name]
+            if self.configs[name].head == "linear":
+                own_scores = self.own_scores(z, name)
+                filled = own_scores.new_full((len(z), len(index.classes)), -torch.inf)
+                scores.append(filled.index_copy(1, own, own_scores))
+            else:
+                assert all_rows is not None
+                features = F.normalize(self.luca(z, name), dim=-1)
+                cosines = F.linear(features, all_rows.to(features.dtype))  # (batch, rows)
+                scores.append(self.scale(name) * combine_rows(cosines, index, name))
+            known.append(index.known[name])
+        return torch.stack(scores, dim=1), torch.stack(known)
+
+    def route(self, z: Tensor) -> RoutingOutput:
+        """Every expert's scores of [CLS] vectors `(batch, d)` → each sample's logits, by the router that is set."""
+        router = self.router or entropy
+        index = self.class_index
+        per_sample = len(self.configs) * max(index.rows, len(index.classes))
+        chunks = []
+        # What one sample gets does not depend on the others, so that a large batch can be taken piece by piece.
+        for chunk in z.split(max(1, SCORES_BUDGET // max(1, per_sample))):
+            scores, known = self.scores(chunk)
+            entropies = entropy(scores)  # (batch, experts)
+            costs = (
+                entropies if router is entropy and not self.router_options else router(scores, **self.router_options)
+            )
+            if costs.shape != entropies.shape:
+                raise ValueError(
+                    f"a router returns one number per sample and expert, here of shape {tuple(entropies.shape)}, got "
+                    f"{tuple(costs.shape)}."
+                )
+            expert = costs.argmin(dim=1)  # (batch,)
+            logits = scores if index.complete else fill_unknown(scores, known)
+            logits = logits[torch.arange(len(chunk), device=z.device), expert]  # (batch, C)
+            chunks.append((logits, expert, entropies))
+        logits, expert, entropies = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        return RoutingOutput(logits, expert, entropies.gather(1, expert[:, None])[:, 0], entropies)
+
+    @property
+    def class_index(self) -> ClassIndex:
+        """The global label space of the layer's experts, made anew when they change."""
+        device = next(iter(self.luca_class_rows.values())).device
+        if self._class_index is None or self._class_index.device != device:
+            self._class_index = ClassIndex(self.configs, device)
+        return self._class_index
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def l1_penalty(self, adapter_name: str) -> Tensor:
+        """Σ|θ| over the expert's LuCA parameters, a scalar: the sum, and neither the rows nor σ (paper, §3)."""
+        containers = [getattr(self, name) for name in self.module_names]
+        modules = [container[adapter_name] for container in containers if adapter_name in container]
+        return torch.stack([p.abs().sum() for module in modules for p in module.parameters()]).sum()
+
+    @torch.no_grad()
+    def set_rows_to_class_means(self, adapter_name: str, features: Tensor, labels: Tensor) -> None:
+        """
+        Replace an expert's cosine rows by the class means of the adapted features.
+
+        Args:
+            adapter_name (`str`): The expert.
+            features (`torch.Tensor` of shape `(images, d)`): [CLS] vectors.
+            labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
+
+        Raises:
+            ValueError: a class has no image, or the expert has a linear head.
+        """
+        if self.configs[adapter_name].head != "cosine":
+            raise ValueError(f"expert {adapter_name!r} has a linear head, which has no rows to take class means.")
+        rows = self.luca_class_rows[adapter_name]
+        counts = torch.bincount(labels, minlength=len(rows))
+        if len(counts) != len(rows) or not counts.all():
+            raise ValueError(
+                f"expert {adapter_name!r} has {len(rows)} classes, but the images per label are {counts.tolist()}: "
+                "every class needs at least one image."
+            )
+        sums = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
+        for z, label in zip(features.split(4096), labels.split(4096), strict=True):
+            sums.index_add_(0, label, self.luca(z, adapter_name).double())
+        rows.copy_(sums / counts[:, None])
+
+
+class ClassIndex:
+    """
+    The label space that a layer's experts span, and where each cosine row lands in it.
+
+    Attributes:
+        classes (`tuple[str, ...]`): Global label space: the class names in order of first appearance.
+        own (`dict[str, Tensor]`): Expert → global ids of its classes, in its own order.
+        known (`dict[str, Tensor]`): Expert → boolean (C,): which classes it can score.
+        cosine (`list[str]`): Experts with cosine rows, in the order in which their rows are put together.
+        row_class (`Tensor`): Global id of each row put together, (rows,).
+        complete (`bool`): Whether every expert can score every class.
+    """
+
+    def __init__(self, configs: dict[str, LucaConfig], device: torch.device) -> None:
+        self.device = device
+        ids: dict[str, int] = {}
+        for config in configs.values():
+            for name in config.classes or ():
+                ids.setdefault(name, len(ids))
+        self.classes = tuple(ids)
+        self.own = {t: torch.tensor([ids[name] for name in config.classes or ()]) for t, config in configs.items()}
+        self.cosine = [t for t, config in configs.items() if config.head == "cosine"]
+        self.row_class = torch.cat([self.own[t] for t in self.cosine]) if self.cosine else torch.zeros(0).long()
+        self.rows = len(self.row_class)
+        ends = list(accumulate(len(self.own[t]) for t in self.cosine))
+        self.own_rows = {
+            t: torch.arange(end - len(self.own[t]), end) for t, end in zip(self.cosine, ends, strict=True)
+        }
+        # Where every class has exactly one row, putting the rows in the order of the classes is all there is to do.
+        one_each = self.rows == len(self.classes) and len(self.row_class.unique()) == self.rows
+        self.permutation = self.row_class.argsort() if one_each else None
+        has_rows = torch.zeros(len(ids), dtype=torch.bool)
+        has_rows[self.row_class] = True
+        self.known = {
+            t: has_rows if configs[t].head == "cosine" else torch.zeros_like(has_rows).index_fill(0, own, True)
+            for t, own in self.own.items()
+        }
+        self.complete = all(bool(known.all()) for known in self.known.values())
+        for name in ("own", "own_rows", "known"):
+            setattr(self, name, {t: tensor.to(device) for t, tensor in getattr(self, name).items()})
+        self.row_class = self.row_class.to(device)
+        self.permutation = None if self.permutation is None else self.permutation.to(device)
+
+
+MERGE_REFUSED = (
+    "a LuCA expert cannot be merged: it is not a change of the backbone's weights but a module between [CLS] and its "
+    "own class rows. Use the model as it is, or `unload()` to get the backbone back."
+)
+
+
+def _xavier(linear: nn.Linear) -> nn.Linear:
+    nn.init.xavier_uniform_(linear.weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+    return linear

@@ -1,0 +1,315 @@
+"""Everything that is read off one accuracy matrix.
+
+`matrix[i, j]` is the accuracy on task j's test images after stage i, routed over all classes seen by then, as a
+fraction; NaN where it was not measured (before task j was learned, after its expert was deleted, or if the task has no
+test images). `counts[j]` is the number of task j's test images.
+"""
+
+import warnings
+from typing import Any, TypeAlias
+
+import evaluate
+import numpy as np
+import numpy.typing as npt
+from datasets import Features, Value
+
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+_NOT_GIVEN = -1
+
+
+def stage_accuracies(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> Floats:
+    """A_1 ... A_B: at each stage, the share of right answers among the test images of all tasks seen by then.
+
+    Args:
+        matrix (`np.ndarray` of shape `(stages, tasks)`):
+            Accuracies, NaN where not measured.
+        counts (`np.ndarray` of shape `(tasks,)`):
+            Test images per task. Tasks without any are ignored.
+
+    Returns:
+        `np.ndarray` of shape `(stages,)`: NaN for a stage at which no test image was seen.
+    """
+    measured, images = _checked(matrix, counts)
+    weights = np.where(np.isnan(measured), 0.0, images)  # (stages, tasks)
+    right, seen = (weights * np.nan_to_num(measured)).sum(axis=1), weights.sum(axis=1)
+    return _share(right, seen)
+
+
+def average_accuracy(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> float:
+    """Ā, average incremental accuracy: the mean of the stage accuracies. Shapes as in [`stage_accuracies`]."""
+    return _mean(stage_accuracies(matrix, counts))
+
+
+def last_accuracy(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> float:
+    """A_B: the accuracy after the last stage. Shapes as in [`stage_accuracies`]."""
+    return float(stage_accuracies(matrix, counts)[-1])
+
+
+def forgetting(matrix: npt.ArrayLike) -> float:
+    """How far the tasks fell below their best: the mean over tasks of (best accuracy at an earlier stage - accuracy at
+    the last stage). Positive means forgotten. (Chaudhry et al., 2018.)
+
+    Args:
+        matrix (`np.ndarray` of shape `(stages, tasks)`):
+            Accuracies, NaN where not measured. Tasks that were not measured both at the last stage and before it, such
+            as the last task, are ignored.
+
+    Returns:
+        `float`: In [-1, 1]; 0.0 if there is no task to compare.
+    """
+    earlier, last = _earlier_and_last(_checked(matrix)[0])
+    return float(np.mean(np.nanmax(earlier, axis=0) - last)) if last.size else 0.0
+
+
+def backward_transfer(matrix: npt.ArrayLike) -> float:
+    """What later tasks did to earlier ones: the mean over tasks of (accuracy at the last stage - accuracy at the stage
+    that first measured the task, when it was just learned). Negative means forgotten. (Lopez-Paz & Ranzato, 2017.)
+
+    Args:
+        matrix (`np.ndarray` of shape `(stages, tasks)`):
+            Accuracies, NaN where not measured. The same tasks are ignored as by [`forgetting`].
+
+    Returns:
+        `float`: In [-1, 1]; 0.0 if there is no task to compare.
+    """
+    earlier, last = _earlier_and_last(_checked(matrix)[0])
+    if not last.size:
+        return 0.0
+    just_learned = earlier[np.argmax(~np.isnan(earlier), axis=0), np.arange(last.size)]
+    return float(np.mean(last - just_learned))
+
+
+def summarize(
+    matrix: npt.ArrayLike,
+    counts: npt.ArrayLike,
+    task_known: npt.ArrayLike | None = None,
+    routing: npt.ArrayLike | None = None,
+) -> dict[str, Any]:
+    """All figures, under the names they have in `results.json`.
+
+    Args:
+        matrix (`np.ndarray` of shape `(stages, tasks)`):
+            Accuracies, NaN where not measured.
+        counts (`np.ndarray` of shape `(tasks,)`):
+            Test images per task. Tasks without any are ignored.
+        task_known (`np.ndarray` of shape `(tasks,)`, *optional*):
+            After the last stage, each task's accuracy when the expert of the image's own task answers. NaN where not
+            measured.
+        routing (`np.ndarray` of shape `(tasks,)`, *optional*):
+            After the last stage, the share of each task's images for which the router chose the task's own expert. NaN
+            where not measured.
+
+    Returns:
+        `dict`: `average_accuracy`, `last_accuracy`, `forgetting`, `backward_transfer`, `routing_accuracy` and
+        `task_known_accuracy` (`float`); `stage_accuracies` and `per_task_accuracy` (after the last stage; `list`).
+        What was not measured is `None`, so that the result is valid JSON.
+
+    Warns:
+        `UserWarning`: If the routed accuracy is above the accuracy with the task known.
+    """
+    measured, images = _checked(matrix, counts)
+    measured = np.where(images > 0, measured, np.nan)
+    routed = last_accuracy(measured, images)
+    known = _last_stage_mean("task_known", task_known, measured, images)
+    # An image may be answered right by another task's expert, so this can happen by a little, and is never wrong.
+    if known is not None and routed > known + 1e-9:
+        warnings.warn(
+            f"routed accuracy {routed:.4f} is above accuracy with the task known {known:.4f}: check for a leak of the "
+            "task into the evaluation (batches sorted by class and routed as a whole, a task id among the inputs)",
+            UserWarning,
+            stacklevel=2,
+        )
+    return {
+        "average_accuracy": _or_none(average_accuracy(measured, images)),
+        "last_accuracy": _or_none(routed),
+        "forgetting": forgetting(measured),
+        "backward_transfer": backward_transfer(measured),
+        "routing_accuracy": _last_stage_mean("routing", routing, measured, images),
+        "task_known_accuracy": known,
+        "stage_accuracies": [_or_none(value) for value in stage_accuracies(measured, images)],
+        "per_task_accuracy": [_or_none(value) for value in measured[-1]],
+    }
+
+
+# evaluate ships no types, so for mypy its classes are Any.
+class ContinualAccuracy(evaluate.Metric):
+    """The accuracy matrix and its figures as a metric of the `evaluate` library. Needs no network and, in one process,
+    writes no files.
+
+    One row per prediction: a test image of task `task`, answered after stage `stage`. Every stage must measure all of
+    a task's test images.
+
+    Args:
+        **kwargs:
+            Arguments of [`evaluate.Metric`]. `keep_in_memory` defaults to `True` unless `num_process > 1`.
+
+    Example:
+
+    ```python
+    >>> metric = ContinualAccuracy()
+    >>> metric.add_batch(predictions=[0, 1], references=[0, 1], task=[0, 0], stage=[0, 0])
+    >>> metric.add_batch(predictions=[0, 2, 2], references=[0, 1, 2], task=[0, 0, 1], stage=[1, 1, 1])
+    >>> metric.compute()["forgetting"]
+    0.5
+    ```
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("keep_in_memory", kwargs.get("num_process", 1) == 1)
+        super().__init__(**kwargs)
+
+    def _info(self) -> evaluate.MetricInfo:
+        columns = ("predictions", "references", "task", "stage", "experts", "task_known_predictions")
+        return evaluate.MetricInfo(
+            description="Accuracy matrix of continual learning (stages x tasks) and the figures read off it.",
+            citation="",
+            inputs_description="""
+            predictions, references: global class ids, int.
+            task: index of the task the test image belongs to, int.
+            stage: index of the stage after which it was predicted, int.
+            experts: index of the task whose expert answered, int, optional; gives routing_accuracy.
+            task_known_predictions: class ids when the task's own expert answers, int, optional; gives
+                task_known_accuracy.
+            """,
+            features=Features({name: Value("int64") for name in columns}),
+            format="numpy",
+        )
+
+    def _build_data_dir(self) -> str:
+        # evaluate makes a folder in the user's home even for metrics that stay in memory.
+        return "" if self.keep_in_memory else str(super()._build_data_dir())
+
+    def add_batch(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> None:
+        """Add rows. Every argument is a sequence of ints of one length; the optional ones may be left out."""
+        batch = {"predictions": predictions, "references": references, **kwargs}
+        missing = [name for name in ("predictions", "references", "task", "stage") if batch.get(name) is None]
+        if missing:
+            raise ValueError(f"predictions, references, task and stage are needed for every row; missing: {missing}")
+        rows = {name: np.asarray(column) for name, column in batch.items() if column is not None}
+        for name, column in rows.items():
+            if column.ndim != 1 or column.shape != rows["predictions"].shape or column.dtype.kind not in "iu":
+                raise ValueError(
+                    f"{name} must be {rows['predictions'].size} ints, one per prediction, got {column.dtype} of shape "
+                    f"{column.shape}; for logits pass logits.argmax(-1)"
+                )
+            if (
+                name not in ("predictions", "references", "task_known_predictions")
+                and column.size
+                and column.min() < 0
+            ):
+                raise ValueError(f"{name} must count from 0, got {column.min()}")
+        for name in ("experts", "task_known_predictions"):
+            # evaluate has no optional columns.
+            rows.setdefault(name, np.full(len(rows["predictions"]), _NOT_GIVEN))
+        super().add_batch(**rows)
+
+    def add(self, *, prediction: Any = None, reference: Any = None, **kwargs: Any) -> None:
+        """Add one row; the other arguments are named as in [`~ContinualAccuracy.add_batch`]."""
+        row = {"predictions": prediction, "references": reference, **kwargs}
+        self.add_batch(**{name: [value] for name, value in row.items() if value is not None})
+
+    def compute(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> dict[str, Any] | None:
+        """Add the given rows, if any, and return [`summarize`]'s figures of all rows added since the last call."""
+        batch = {"predictions": predictions, "references": references, **kwargs}
+        if any(column is not None for column in batch.values()):
+            self.add_batch(**batch)
+        if self.writer is None:
+            raise ValueError(
+                "nothing to compute; pass predictions, references, task and stage, or call add_batch first"
+            )
+        result: dict[str, Any] | None = super().compute()
+        return result
+
+    def _compute(
+        self,
+        *,
+        predictions: npt.NDArray[np.int64],
+        references: npt.NDArray[np.int64],
+        task: npt.NDArray[np.int64],
+        stage: npt.NDArray[np.int64],
+        experts: npt.NDArray[np.int64],
+        task_known_predictions: npt.NDArray[np.int64],
+    ) -> dict[str, Any]:
+        shape = (stage.max() + 1, task.max() + 1)
+        images, right = np.zeros(shape), np.zeros(shape)
+        np.add.at(images, (stage, task), 1)
+        np.add.at(right, (stage, task), predictions == references)
+        counts = images.max(axis=0)
+        if len(uneven := np.argwhere((images > 0) & (images != counts))):
+            i, j = uneven[0]
+            raise ValueError(
+                f"task {j} has {images[i, j]:.0f} test images at stage {i} but {counts[j]:.0f} at another; every "
+                "stage must measure all of a task's test images"
+            )
+        last = stage == shape[0] - 1
+
+        def per_task(name: str, column: npt.NDArray[np.int64], is_right: npt.NDArray[np.bool_]) -> Floats | None:
+            """Share of right rows of the last stage, per task."""
+            given = column[last] != _NOT_GIVEN
+            if not given.any():
+                return None
+            if not given.all():
+                raise ValueError(f"{name} is given for {given.sum()} of {given.size} rows of the last stage; give all")
+            total = np.bincount(task[last], minlength=shape[1])
+            hits = np.bincount(task[last], weights=is_right[last], minlength=shape[1])
+            return _share(hits, total)
+
+        return summarize(
+            _share(right, images),
+            counts,
+            task_known=per_task(
+                "task_known_predictions", task_known_predictions, task_known_predictions == references
+            ),
+            routing=per_task("experts", experts, experts == task),
+        )
+
+
+def _checked(matrix: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> tuple[Floats, Floats]:
+    """The matrix and the counts as floats. Without counts every task counts as one image."""
+    measured = np.asarray(matrix, dtype=np.float64)
+    if measured.ndim != 2 or measured.size == 0:
+        raise ValueError(f"the accuracy matrix must have the shape (stages, tasks), got {measured.shape}")
+    if ((measured < 0) | (measured > 1)).any():
+        raise ValueError(
+            f"accuracies must be fractions in [0, 1] or NaN, got {np.nanmin(measured)} to {np.nanmax(measured)}; "
+            "divide percentages by 100"
+        )
+    images = np.ones(measured.shape[1]) if counts is None else np.asarray(counts, dtype=np.float64)
+    if images.shape != measured.shape[1:] or not (images >= 0).all():
+        raise ValueError(f"counts must be the test images of {measured.shape[1]} tasks, none negative, got {images}")
+    return measured, images
+
+
+def _earlier_and_last(measured: Floats) -> tuple[Floats, Floats]:
+    """Earlier stages (stages - 1, kept) and the last stage (kept,) of the tasks that were measured in both."""
+    earlier, last = measured[:-1], measured[-1]
+    kept = ~np.isnan(last) & (~np.isnan(earlier)).any(axis=0)
+    return earlier[:, kept], last[kept]
+
+
+def _last_stage_mean(argument: str, values: npt.ArrayLike | None, measured: Floats, images: Floats) -> float | None:
+    """Image-weighted mean of per-task values, over the tasks that the last stage measured."""
+    if values is None:
+        return None
+    per_task = np.asarray(values, dtype=np.float64)
+    if per_task.shape != images.shape:
+        raise ValueError(f"{argument} must have one value for each of {len(images)} tasks, got shape {per_task.shape}")
+    per_task = np.where(np.isnan(measured[-1]), np.nan, per_task)
+    return _or_none(last_accuracy(per_task[None], images))
+
+
+def _share(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> Floats:
+    """part / whole, NaN where there is no whole."""
+    share: Floats = np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=whole > 0)
+    return share
+
+
+def _mean(values: Floats) -> float:
+    measured = values[~np.isnan(values)]
+    return float(measured.mean()) if measured.size else float("nan")
+
+
+def _or_none(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)

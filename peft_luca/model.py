@@ -1,0 +1,587 @@
+"""The tuner: finds the head, puts the experts in its place, and keeps labels, router and backbone in order."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import Tensor, nn
+from transformers.modeling_outputs import ImageClassifierOutput
+
+from .config import LucaConfig
+from .features import BackboneFacts, reference_distance
+from .layer import MERGE_REFUSED, LucaLayer, reading_features
+from .routing import Router, RoutingOutput, get_router
+
+
+# What enters the head, by `config.model_type`; see docs/concepts.md. Everything else needs `target_modules`.
+CLS_FIRST = ("vit", "vit_msn", "deit", "pvt")
+CLS_AND_PATCHES = ("dinov2", "dinov2_with_registers")  # [CLS] and the patches' mean side by side
+CLS_UNLESS_POOLED = ("beit", "data2vec-vision")  # the patches' mean when config.use_mean_pooling
+NOT_CLS = (
+    "clip",
+    "metaclip_2",
+    "siglip",
+    "siglip2",
+    "ijepa",
+    "swin",
+    "swinv2",
+    "convnext",
+    "convnextv2",
+    "pvt_v2",
+    "resnet",
+)
+
+# Largest distance of [CLS] on the reference pictures, in deviations, at which another backbone still counts as the
+# same one: float16 and bfloat16 copies lie below 0.01, other weights above 1 (tests/test_fingerprint.py).
+BACKBONE_TOLERANCE = 0.05
+
+NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+class LucaModel(BaseTuner):
+    """
+    LuCA (Learn and Calibrate) experts on the pooled [CLS] vector of a frozen image classifier.
+
+    The method is described in https://arxiv.org/abs/2502.14762. Every expert is one PEFT adapter with a LuCA module,
+    the rows of its own classes and their scale. Everything below can be called on the [`~peft.PeftModel`] as well.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): The image classifier. It is changed in place: its head is wrapped.
+        config ([`LucaConfig`]): The configuration of the first expert.
+        adapter_name (`str`): Its name.
+        low_cpu_mem_usage (`bool`, *optional*, defaults to `False`): Create its weights on the meta device.
+
+    Example:
+
+        ```py
+        >>> import peft_luca
+        >>> from peft import get_peft_model
+        >>> from peft_luca import LucaConfig
+        >>> from transformers import AutoModelForImageClassification
+
+        >>> vit = AutoModelForImageClassification.from_pretrained("google/vit-base-patch16-224-in21k")
+        >>> model = get_peft_model(vit, LucaConfig(classes=["cat", "dog"]))
+        ```
+    """
+
+    prefix: str = "luca_"
+    tuner_layer_cls = LucaLayer
+    model: Any
+    peft_config: dict[str, Any]
+    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT's name; the head is found in _prepare_model
+
+    # ---- what PEFT calls when an expert is added -----------------------------------------------------------------
+
+    def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
+        self._base_outputs = _Outputs.of(model)
+
+    def _check_new_adapter_config(self, config: Any) -> None:
+        super()._check_new_adapter_config(config)
+        name = next(name for name, known in self.peft_config.items() if known is config)
+        check_expert_name(name, self.model)
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> LucaConfig:
+        return peft_config  # PEFT's version looks the targets up by model type alone; see _prepare_model
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        head = find_head(model, peft_config)
+        peft_config.target_modules = [head.name]
+        if peft_config.classes is None:
+            peft_config.classes = self._base_outputs.names(model.get_submodule(head.name))
+        peft_config.resolve()
+        if peft_config.head == "linear" and len(peft_config.classes) < 2:
+            raise ValueError(
+                f"an expert with a linear head needs at least two classes, got {peft_config.classes!r}: over a single "
+                "class it is always certain. Use head='cosine'."
+            )
+        if peft_config.fingerprint is None:
+            peft_config.fingerprint = BackboneFacts.of(model, head.name).fingerprint
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        if isinstance(target, LucaLayer):
+            target.update_layer(adapter_name, peft_config)
+            return
+        head = find_head(self.model, peft_config)
+        layer = LucaLayer(target, width=head.width, input_width=head.input_width)
+        layer.set_adapter(self.active_adapters)
+        layer.update_layer(adapter_name, peft_config)
+        self._replace_module(parent, target_name, layer, target)
+
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        # PEFT's version asks the head for its weight, which the Identity of a base without labels does not have.
+        setattr(parent, child_name, new_module)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        # PEFT sets the active adapter again at the end; adding an expert must not switch the router off.
+        router = (self.layer.router, self.layer.router_options) if self.targeted_module_names else (None, {})
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        self.layer.router, self.layer.router_options = router
+        self._follow_outputs()
+
+    # ---- PEFT's verbs --------------------------------------------------------------------------------------------
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """
+        Let one expert answer, over its own classes. Switches the router off.
+
+        Raises:
+            ValueError: several names. Use [`~LucaModel.set_router`] to let all experts be asked.
+        """
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        if len(names) > 1:
+            raise ValueError(
+                f"one expert is active at a time, got {names}. Use set_router('entropy') to ask all experts and let "
+                "the most certain one answer each image."
+            )
+        super().set_adapter(adapter_name, inference_mode=inference_mode)
+        if self.targeted_module_names:
+            self.layer.router, self.layer.router_options = None, {}
+            self._follow_outputs()
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """
+        Forget an expert: what is left is exactly the model that never had it.
+
+        Raises:
+            ValueError: there is no such expert, or it is the only one.
+        """
+        if list(self.peft_config) == [adapter_name]:
+            raise ValueError(
+                f"{adapter_name!r} is the only expert, and PEFT cannot run a model without one. Use unload() to get "
+                "the backbone back."
+            )
+        with warnings.catch_warnings():
+            # PEFT warns that another expert is active now. With the router on none is, and otherwise we say it.
+            warnings.filterwarnings("ignore", message=f"Adapter {re.escape(adapter_name)} was active")
+            super().delete_adapter(adapter_name)
+        self._follow_outputs()
+
+    def _enable_adapter_layers(self, enabled: bool = True) -> None:
+        super()._enable_adapter_layers(enabled)
+        self._follow_outputs()
+
+    def unload(self) -> nn.Module:
+        """Take the experts off and give back the model as it was."""
+        model: nn.Module = super().unload()
+        self._base_outputs.apply(model)
+        return model
+
+    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(MERGE_REFUSED)
+
+    def unmerge_adapter(self) -> None:
+        raise NotImplementedError(MERGE_REFUSED)
+
+    def _check_merge_allowed(self) -> None:
+        raise NotImplementedError(MERGE_REFUSED)
+
+    def train(self, mode: bool = True) -> LucaModel:
+        """Only the experts change mode: the frozen trunk stays in eval mode, so that dropout cannot move [CLS]."""
+        super().train(mode)
+        self.model.eval()
+        self.layer.train(mode)
+        return self
+
+    # ---- experts and routing -------------------------------------------------------------------------------------
+
+    @property
+    def layer(self) -> LucaLayer:
+        """The layer that holds the experts."""
+        layer = self.model.get_submodule(self.targeted_module_names[0])
+        assert isinstance(layer, LucaLayer)
+        return layer
+
+    @property
+    def experts(self) -> dict[str, tuple[str, ...]]:
+        """Names of the experts, in their order, with their classes."""
+        return {name: tuple(config.classes) for name, config in self.peft_config.items()}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The global label space: the class names of all experts in order of first appearance."""
+        return self.layer.class_index.classes
+
+    @property
+    def base_labels(self) -> list[str]:
+        """Class names of the base model's own head."""
+        return self._base_outputs.names(self.layer.base_layer)
+
+    def set_router(self, router: str | Router | None, **options: Any) -> None:
+        """
+        Ask all experts, and let the router choose who answers each image, by itself: logits are then (batch, C) over
+        the global label space, and `config.id2label` follows.
+
+        Args:
+            router (`str`, function or `None`):
+                `"entropy"` (the paper's), or a function of scores `(batch, experts, C)` that returns
+                `(batch, experts)`, the lowest for the expert that should answer. `None` goes back to the active
+                expert alone.
+            options: Passed to the router, such as `temperature=2.0`.
+
+        Raises:
+            ValueError: there is no router of that name, or it does not take the options.
+        """
+        if router is None:
+            if options:
+                raise ValueError(f"no router, so no options: got {sorted(options)}.")
+            self.layer.router, self.layer.router_options = None, {}
+        else:
+            function = get_router(router)
+            try:
+                function(torch.zeros(1, 2, 3), **options)
+            except TypeError as error:
+                raise ValueError(f"the router {router!r} does not take these options: {error}") from error
+            self.layer.router, self.layer.router_options = function, options
+        self._follow_outputs()
+
+    def set_over_all_classes(self, enabled: bool) -> None:
+        """Let the active expert answer over the rows of all experts' classes, (batch, C), and not over its own K."""
+        self.layer.over_all_classes = enabled
+        self._follow_outputs()
+
+    @torch.no_grad()
+    def pooled_features(self, pixel_values: Tensor) -> Tensor:
+        """[CLS] of images `(batch, channels, height, width)` → `(batch, d)`: one pass of the trunk, no expert."""
+        with reading_features():
+            output = self.model(pixel_values)
+        features: Tensor = output if isinstance(output, Tensor) else output.logits
+        return features
+
+    @contextmanager
+    def taking_features(self) -> Iterator[None]:
+        """
+        Within this context the model takes `features=` `(batch, d)`, [CLS] computed before, in place of images, and
+        does not run the trunk. Everything around it (PeftModel, DDP, autocast) stays as it is.
+        """
+
+        def forward(features: Tensor, **kwargs: Any) -> ImageClassifierOutput:
+            return ImageClassifierOutput(logits=self.layer.answer(features))
+
+        self.model.forward = forward
+        try:
+            yield
+        finally:
+            del self.model.forward
+
+    @torch.no_grad()
+    def route(self, pixel_values: Tensor) -> RoutingOutput:
+        """
+        Who answers each image, and how certain every expert is, with one pass of the trunk.
+
+        Args:
+            pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Preprocessed images.
+
+        Returns:
+            [`RoutingOutput`]: by the router that is set, or by entropy.
+        """
+        return self.layer.route(self.pooled_features(pixel_values))
+
+    def l1_penalty(self, adapter_name: str | None = None) -> Tensor:
+        """
+        Σ|θ| over the LuCA parameters of an expert, a scalar with gradient, to be added to the loss in one's own loop
+        (the paper's λ is 5e-4).
+
+        Args:
+            adapter_name (`str`, *optional*): The expert; the active one by default.
+        """
+        return self.layer.l1_penalty(adapter_name or self.active_adapters[0])
+
+    # ---- the backbone --------------------------------------------------------------------------------------------
+
+    @property
+    def backbone(self) -> BackboneFacts:
+        """Fingerprint of the backbone as it is now, and its reference."""
+        return BackboneFacts.of(self.model, self.targeted_module_names[0])
+
+    def compute_reference(self, adapter_name: str | None = None) -> None:
+        """
+        Measure the backbone's mean and deviation of [CLS] over the reference pictures, and standardise an expert's
+        input by it. To be called before training; [`ContinualTrainer`] does. Does nothing for an expert that has a
+        reference already, since its weights were learnt behind it.
+
+        Args:
+            adapter_name (`str`, *optional*): The expert; the active one by default.
+        """
+        name = adapter_name or self.active_adapters[0]
+        mean, std = self.layer.luca_reference_mean[name], self.layer.luca_reference_std[name]
+        if _is_identity(mean, std):
+            reference = self.backbone.reference(self.pooled_features)
+            mean.copy_(reference[0])
+            std.copy_(reference[1])
+
+    # ---- saving and loading --------------------------------------------------------------------------------------
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: Any,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Tensor]:
+        selected: dict[str, Tensor] = super()._get_adapter_state_dict(
+            model, config, adapter_name, state_dict, unwanted_adapter_names
+        )
+        path, layer = find_layer(model)
+        expected = {f"{path}.{key}" for key in layer.expected_keys(adapter_name)}
+        if expected != set(selected):
+            raise RuntimeError(
+                f"saving expert {adapter_name!r} would lose {sorted(expected - set(selected))} and add "
+                f"{sorted(set(selected) - expected)}. Nothing was written. Give the experts other names."
+            )
+        return selected
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        # The last point before the weights arrive at which PEFT lets a tuner see them: the backbone is checked here.
+        try:
+            check_backbone(model, config, adapter_name, state_dict)
+        except ValueError:
+            if isinstance(model, PeftModel):
+                tuner: Any = model.base_model
+                tuner.unload() if len(tuner.peft_config) == 1 else tuner.delete_adapter(adapter_name)
+            raise
+        remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
+            model, config, adapter_name, state_dict
+        )
+        return remapped
+
+    # ---- labels and loss -----------------------------------------------------------------------------------------
+
+    def _follow_outputs(self) -> None:
+        """Make the model's labels and loss those of what answers now."""
+        layer = self.layer
+        if layer.disable_adapters or not layer.active_adapters:
+            self._base_outputs.apply(self.model)
+        else:
+            all_classes = layer.router is not None or layer.over_all_classes
+            names = self.classes if all_classes else self.experts[layer.active_adapters[0]]
+            _Outputs(dict(enumerate(names)), cross_entropy, None).apply(self.model)
+
+
+def cross_entropy(
+    labels: Tensor, logits: Tensor, config: Any = None, num_items_in_batch: Any = None, **kwargs: Any
+) -> Tensor:
+    """
+    The loss of an image classifier of any width, also of one class, where transformers' own takes a regression.
+
+    Args:
+        labels (`torch.Tensor` of shape `(batch,)`): Class ids; -100 is ignored.
+        logits (`torch.Tensor` of shape `(batch, classes)`): Scores.
+        num_items_in_batch (`int`, *optional*): Divide the sum by this, for gradient accumulation.
+    """
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = F.cross_entropy(logits.float(), labels.to(logits.device), reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+class _Outputs(NamedTuple):
+    """Labels and loss of a model: the base's own, or an expert's."""
+
+    id2label: dict[int, str] | None
+    loss_function: Any
+    problem_type: str | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Outputs:
+        config = getattr(model, "config", None)
+        id2label = getattr(config, "id2label", None)
+        # Only what was set on the model itself: otherwise transformers finds the loss by the model's class.
+        return cls(
+            None if id2label is None else dict(id2label),
+            model.__dict__.get("_loss_function"),
+            getattr(config, "problem_type", None),
+        )
+
+    def names(self, head: nn.Module) -> list[str]:
+        """Class names of the base: those of its config, or the numbers of its outputs."""
+        if self.id2label:
+            return [str(self.id2label[i]) for i in sorted(self.id2label)]
+        base = head.get_base_layer() if isinstance(head, BaseTunerLayer) else head
+        outputs = getattr(base, "out_features", 0)
+        if not outputs:
+            raise ValueError("the base model has no labels to take class names from: pass LucaConfig(classes=[...]).")
+        return [str(i) for i in range(outputs)]
+
+    def apply(self, model: Any) -> None:
+        config: Any = getattr(model, "config", None)
+        if self.id2label is None or not hasattr(config, "id2label"):
+            return
+        config.id2label = dict(self.id2label)
+        config.label2id = {name: i for i, name in self.id2label.items()}
+        config.problem_type = self.problem_type
+        if hasattr(model, "num_labels"):
+            model.num_labels = len(self.id2label)
+        if self.loss_function is not None:
+            model.loss_function = self.loss_function
+        else:
+            model.__dict__.pop("_loss_function", None)
+
+
+class Head(NamedTuple):
+    """Where a model's head is, and what enters it."""
+
+    name: str
+    width: int  # d, of what LuCA reads
+    input_width: int  # of what enters the head
+
+
+def find_head(model: Any, config: LucaConfig) -> Head:
+    """
+    Find the one head that a LuCA layer goes in place of.
+
+    Raises:
+        ValueError: there is not exactly one, or what enters it is not [CLS] and `pooled="any"` was not asked for.
+    """
+    model_config, kind = getattr(model, "config", None), type(model).__name__
+    model_type = getattr(model_config, "model_type", None)
+    by_name = isinstance(config.target_modules, (str, list, set)) and bool(config.target_modules)
+    if kind.endswith("WithTeacher"):
+        raise ValueError(f"{kind} has two heads on two tokens. Load the same weights as DeiTForImageClassification.")
+    names = [name for name, _ in model.named_modules()]
+    if by_name:
+        wanted = (
+            [config.target_modules] if isinstance(config.target_modules, str) else list(config.target_modules or ())
+        )
+        matches = [name for name in names if any(name == w or name.endswith(f".{w}") for w in wanted)]
+        matches = [name for name in matches if ".base_layer" not in name]
+    elif model_type == "timm_wrapper":
+        classifier = model.timm_model.get_classifier()
+        matches = [name for name, module in model.named_modules() if module is classifier]
+    else:
+        matches = [name for name in names if name == "classifier"]
+    if len(matches) != 1:
+        found = f"{len(matches)} ({', '.join(matches[:5])})" if matches else "none"
+        asked = f"target_modules={config.target_modules!r} names" if by_name else "looking for a classifier finds"
+        raise ValueError(
+            f"LuCA takes the place of exactly one head, but {asked} {found} in {kind}. Load the model with an "
+            "AutoModelForImageClassification, or name its head with LucaConfig(target_modules=['...'])."
+        )
+    name = matches[0]
+    module = model.get_submodule(name)
+    if isinstance(module, LucaLayer):
+        return Head(name, module.width, module.input_width)
+    input_width = getattr(module, "in_features", None) or getattr(model_config, "hidden_size", None)
+    if not isinstance(input_width, int) or not (hasattr(module, "in_features") or isinstance(module, nn.Identity)):
+        raise ValueError(
+            f"the head {name!r} of {kind} is a {type(module).__name__}, but LuCA reads one pooled vector and needs a "
+            "Linear (or Identity) head of known width."
+        )
+    reads_cls = (
+        model_type in (*CLS_FIRST, *CLS_AND_PATCHES)
+        or (model_type in CLS_UNLESS_POOLED and not getattr(model_config, "use_mean_pooling", True))
+        or (model_type == "timm_wrapper" and getattr(model.timm_model, "global_pool", None) == "token")
+        # A model that nobody can know, whose head the user has named.
+        or (by_name and model_type not in (*CLS_UNLESS_POOLED, *NOT_CLS, "timm_wrapper"))
+    )
+    if not reads_cls and config.pooled != "any":
+        raise ValueError(
+            f"the head of {kind} does not read [CLS] but another pooled vector, which is outside the method. Use a "
+            "ViT or DINOv2 classifier, or say LucaConfig(pooled='any') to go on with what the head reads."
+        )
+    if model_type in CLS_AND_PATCHES:
+        width = getattr(model_config, "hidden_size", input_width // 2)
+        return Head(name, width, width if isinstance(module, nn.Identity) else input_width)
+    return Head(name, input_width, input_width)
+
+
+def find_layer(model: nn.Module) -> tuple[str, LucaLayer]:
+    """Name and module of the LuCA layer within a model, wrapped in a PeftModel or not."""
+    return next((name, module) for name, module in model.named_modules() if isinstance(module, LucaLayer))
+
+
+def check_expert_name(name: str, model: nn.Module) -> None:
+    """
+    Refuse an expert's name with which PEFT loses tensors when saving, or which a module or a folder cannot have.
+
+    Raises:
+        ValueError: with the rule.
+    """
+    parts = {part for module_name, _ in model.named_modules() for part in module_name.split(".")}
+    reserved = {"base_model", "model", "base_layer", "weight", "bias"} | parts
+    containers = (nn.ModuleDict(), nn.ParameterDict())
+    taken = name in reserved or name.startswith("luca") or any(hasattr(container, name) for container in containers)
+    if not NAME_RULE.fullmatch(name) or (taken and not _is_expert(name, model)):
+        raise ValueError(
+            f"an expert cannot be called {name!r}. Names are made of letters, digits, '_' and '-', start with a "
+            "letter or digit, do not start with 'luca', and are none of the model's own names (such as 'classifier', "
+            "'weight' or 'keys'): with those PEFT loses tensors when it saves."
+        )
+
+
+def _is_expert(name: str, model: nn.Module) -> bool:
+    """Whether the name is among the module names only because an expert has it."""
+    layers = [module for module in model.modules() if isinstance(module, LucaLayer)]
+    return any(name in layer.configs for layer in layers)
+
+
+def _is_identity(mean: Tensor, std: Tensor) -> bool:
+    return bool((mean == 0).all() and (std == 1).all())
+
+
+def check_backbone(model: nn.Module, config: LucaConfig, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
+    """
+    Compare the backbone with the one that an expert was trained on, before its weights are loaded: by fingerprint, and
+    where that differs (another dtype, a quantised trunk) by [CLS] on the reference pictures.
+
+    Raises:
+        ValueError: it is another backbone, and `allow_mismatch` is not set.
+    """
+    if config.allow_mismatch or config.fingerprint is None:
+        return
+    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
+    path, _ = find_layer(base)
+    backbone = BackboneFacts.of(base, path)
+    if backbone.fingerprint in (None, config.fingerprint):
+        return
+    refusal = (
+        f"expert {adapter_name!r} was trained on the backbone {config.fingerprint[:12]} "
+        f"({config.base_model_name_or_path or 'unnamed'}), but this one is {backbone.fingerprint[:12]} "
+        f"({getattr(base, 'name_or_path', '') or 'unnamed'})"
+    )
+    remedy = "Load the backbone it was trained on, or set allow_mismatch=True to load it all the same."
+    saved = [
+        next((tensor for key, tensor in state_dict.items() if key.endswith(f"luca_reference_{part}")), None)
+        for part in ("mean", "std")
+    ]
+    if saved[0] is None or saved[1] is None or _is_identity(saved[0], saved[1]):
+        raise ValueError(f"{refusal}, and it has no reference to compare [CLS] by. {remedy}")
+
+    @torch.no_grad()
+    def read(pixel_values: Tensor) -> Tensor:
+        with reading_features():
+            output = base(pixel_values)
+        features: Tensor = output if isinstance(output, Tensor) else output.logits
+        return features
+
+    distance = reference_distance((saved[0], saved[1]), backbone.reference(read))
+    if not distance <= BACKBONE_TOLERANCE:
+        raise ValueError(
+            f"{refusal}: [CLS] on the reference pictures is {distance:.3g} deviations away, more than "
+            f"{BACKBONE_TOLERANCE}. {remedy}"
+        )
+    warnings.warn(
+        f"{refusal}. [CLS] on the reference pictures is only {distance:.2g} deviations away, as with another dtype or "
+        "a quantised trunk, so it was loaded.",
+        stacklevel=2,
+    )

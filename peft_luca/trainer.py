@@ -1,0 +1,570 @@
+"""`ContinualTrainer`: one expert per task of a stream, each trained by an ordinary `Trainer.train`."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from peft import PeftModel, get_peft_model
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import EvalPrediction, Trainer, set_seed
+from transformers.trainer_utils import TrainOutput, has_length
+from transformers.utils import logging
+
+from .config import LucaConfig
+from .features import FeatureDataset, ImageCollator, extract_features, image_size
+from .hub import load_experts, save_experts, tuner_of, write_json
+from .metrics import summarize
+from .model import LucaModel, check_expert_name, find_head
+from .streams import DatasetLike, Task, TaskStream
+from .training_args import CONFIG_RECIPES, ContinualTrainingArguments
+
+
+logger = logging.get_logger(__name__)
+
+RESULTS_NAME = "results.json"
+RESULTS_FORMAT = 1
+# What makes a run's experts what they are. A run goes on only under the same values.
+SETTINGS = (
+    "recipe learning_rate num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps optim "
+    "optim_args lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm label_smoothing_factor "
+    "l1_weight negatives augmentation schedule_per_epoch class_mean_rows router seed data_seed"
+).split()
+
+
+class ContinualTrainer(Trainer):
+    """
+    Teaches a frozen image classifier a stream of tasks: for each task it adds an expert, trains it alone with
+    cross-entropy + λ·Σ|θ|, takes class means for its rows, saves it, and evaluates all classes seen, routed.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The backbone with its head, or a model that has LuCA experts already: they are kept and take part.
+        args ([`ContinualTrainingArguments`], *optional*): Output folder, recipe and hyperparameters.
+        stream ([`TaskStream`]): The tasks. It may grow while the trainer lives.
+        luca_config ([`LucaConfig`], *optional*): Template of every expert; `classes` come from the tasks.
+        processing_class (`BaseImageProcessor`): The backbone's image processor.
+        kwargs: Passed to [`~transformers.Trainer`], such as `callbacks`.
+
+    Raises:
+        ValueError: something does not fit together. Nothing has been written then.
+    """
+
+    # compute_loss returns the mean over a batch, so the Trainer divides by the number of accumulated batches.
+    loss_is_scaled_for_ga = False
+
+    # What Trainer declares for every kind of model and data, and what this one has.
+    model: Any
+    args: Any
+    data_collator: Any
+    processing_class: Any
+    optimizer: Any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: ContinualTrainingArguments | None = None,
+        stream: TaskStream | None = None,
+        luca_config: LucaConfig | None = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        args = ContinualTrainingArguments("trainer_output") if args is None else args
+        if not isinstance(args, ContinualTrainingArguments):
+            raise ValueError(f"args must be ContinualTrainingArguments, got {type(args).__name__}.")
+        if not isinstance(stream, TaskStream):
+            raise ValueError(
+                f"stream must be a TaskStream, got {type(stream).__name__}. Make one with TaskStream.from_dataset."
+            )
+        if not callable(processing_class):
+            raise ValueError(
+                f"processing_class must be the backbone's image processor, got {type(processing_class).__name__}. "
+                "Load it with AutoImageProcessor.from_pretrained."
+            )
+        if args.augmentation:
+            image_size(processing_class)  # says so when the processor has none
+        template, model = _template(model, luca_config)
+        template.resolve(CONFIG_RECIPES[args.recipe])
+        find_head(model.get_base_model() if isinstance(model, PeftModel) else model, template)
+        for task in stream:
+            _check_task(task, model, args)
+        kwargs.setdefault("compute_metrics", _accuracy)
+        kwargs.setdefault("data_collator", ImageCollator(processing_class, stream.image_column))
+        # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
+        super().__init__(
+            model=model,
+            args=args,
+            processing_class=processing_class,
+            eval_dataset=kwargs.pop("eval_dataset", []),
+            **kwargs,
+        )
+        self.stream = stream
+        self.luca_config = template
+        self._records: list[dict[str, Any]] = []  # one per task learnt, as results.json has them
+        self._features: dict[tuple[str, str], FeatureDataset] = {}
+        self._task: Task | None = None  # the one that is being learnt
+        self._steps_before = 0
+        self._loss_parts: dict[str, Tensor] = {}
+        self._loss_batches = 0
+
+    # ---- the stream ----------------------------------------------------------------------------------------------
+
+    @property
+    def tuner(self) -> LucaModel:
+        """The model's LuCA tuner, once there is an expert."""
+        return tuner_of(self.model)
+
+    def train(
+        self,
+        resume_from_checkpoint: bool | str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """
+        Learn every task of the stream that has not been learnt. What an earlier run finished in `args.output_dir` is
+        loaded and not done again, so that a run that was interrupted goes on by being started again.
+
+        Args:
+            resume_from_checkpoint (`bool`, *optional*): `False` refuses to go on with an earlier run.
+
+        Returns:
+            [`~transformers.trainer_utils.TrainOutput`]: Steps, mean loss, and the figures of `evaluate`.
+
+        Raises:
+            ValueError: the folder holds a run of another stream or of other settings.
+        """
+        if isinstance(resume_from_checkpoint, str):
+            raise ValueError(
+                f"a stream goes on from args.output_dir ({self.args.output_dir}), task by task, not from "
+                f"the checkpoint {resume_from_checkpoint!r}. Call train() with the same output_dir."
+            )
+        self._go_on(refuse=resume_from_checkpoint is False)
+        outputs = [self.train_task(task) for task in list(self.stream) if task.name not in self._learnt]
+        steps = sum(output.global_step for output in outputs)
+        loss = sum(output.training_loss * output.global_step for output in outputs) / max(steps, 1)
+        return TrainOutput(steps, loss, self._figures())
+
+    def train_task(self, task: Task | DatasetLike, name: str | None = None) -> TrainOutput:
+        """
+        Learn one more task: an expert of its own, by one ordinary `Trainer.train`.
+
+        Args:
+            task ([`Task`] or dataset): A task of the stream, or a dataset, which is appended to the stream.
+            name (`str`, *optional*): The new task's name, for a dataset.
+
+        Raises:
+            ValueError: the task has been learnt, or the model has an expert of its name.
+        """
+        if not isinstance(task, Task):
+            task = self.stream.append(task, name)
+        _check_task(task, self.model, self.args)
+        if isinstance(self.model, PeftModel) and task.name in self.tuner.experts:
+            raise ValueError(f"there is an expert {task.name!r} already. Delete it, or give the task another name.")
+        started = time.perf_counter()
+        seed = task_seed(self.args.seed, task.classes)
+        self._add_expert(task, seed)
+        try:
+            with self._learning(task, seed) as model_input:
+                with model_input:
+                    output: TrainOutput = super().train()
+            self._steps_before += self.state.global_step
+            if self.args.class_mean_rows and self.luca_config.head == "cosine":
+                train = self.features(task, "train")
+                own = self._ids(train.labels, task.classes)
+                device = self.tuner.layer.luca_class_rows[task.name].device
+                self.tuner.layer.set_rows_to_class_means(task.name, train.features.to(device), own.to(device))
+        except BaseException:
+            self._drop_expert(task)
+            raise
+        self.tuner.set_requires_grad(task.name, False)
+        self.tuner.set_router(self.args.router)
+        self._finish(task, output, time.perf_counter() - started)
+        return output
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, Any]:
+        """
+        Routed accuracy on all classes seen, by the router that is set now, and the accuracy matrix.
+
+        Args:
+            eval_dataset (`datasets.Dataset`, *optional*):
+                Images with global labels in the column `labels`, to be evaluated by the model as it is in their place.
+
+        Returns:
+            `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
+        """
+        if eval_dataset is not None or self._task is not None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if not self._records:
+            raise ValueError("there is nothing to evaluate: no task has been learnt. Call train() first.")
+        figures = self._figures(self._measure())
+        matrix = figures.pop("accuracy_matrix")
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        self.log({name: value for name, value in metrics.items() if isinstance(value, float)})
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return {**metrics, f"{metric_key_prefix}_accuracy_matrix": matrix}
+
+    def features(self, task: Task, split: str) -> FeatureDataset:
+        """
+        [CLS] of a task's images with the stream's global labels, computed once.
+
+        Args:
+            task ([`Task`]): A task of the stream.
+            split (`str`): `"train"` or `"test"`.
+
+        Returns:
+            [`FeatureDataset`]: `features` (images, d), `labels` (images,), on the CPU.
+        """
+        key = (task.name, split)
+        if key not in self._features:
+            dataset = task.train if split == "train" else task.test
+            if dataset is None:
+                raise ValueError(f"task {task.name!r} has no {split} images.")
+            device, backbone = self.args.device, self.tuner.backbone
+            self.model.eval()
+            self._features[key] = extract_features(
+                lambda pixels: self.tuner.pooled_features(pixels.to(device, backbone.dtype)),
+                dataset,
+                ImageCollator(self.processing_class, self.stream.image_column),
+                self.args.per_device_eval_batch_size,
+                self.args.dataloader_num_workers,
+                f"{task.name}: [CLS] of the {split} images",
+                self.args.disable_tqdm,
+            )
+        return self._features[key]
+
+    # ---- within a task -------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Cross-entropy + λ·Σ|θ| over the LuCA module of the expert that is being learnt, mean over the batch."""
+        if self._task is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        cross_entropy = F.cross_entropy(
+            outputs.logits.float(), labels, label_smoothing=self.args.label_smoothing_factor
+        )
+        l1 = (self.args.l1_weight or 0.0) * self.tuner.l1_penalty(self._task.name)
+        if model.training:
+            for name, part in (("cross_entropy", cross_entropy), ("l1_penalty", l1)):
+                self._loss_parts[name] = self._loss_parts.get(name, 0.0) + part.detach()
+            self._loss_batches += 1
+        loss = cross_entropy + l1
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self._loss_batches:
+            logs |= {name: float(part) / self._loss_batches for name, part in self._loss_parts.items()}
+            self._loss_parts, self._loss_batches = {}, 0
+        # Every task counts its own steps from 0; what is logged runs on across tasks.
+        self.state.global_step += self._steps_before if self._task else 0
+        try:
+            super().log(logs, start_time)
+        finally:
+            self.state.global_step -= self._steps_before if self._task else 0
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if not self.args.schedule_per_epoch or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        epochs = math.ceil(self.args.num_train_epochs)
+        per_epoch = max(1, math.ceil(num_training_steps / epochs))
+
+        def factor(step: int) -> float:
+            # ½ (1 + cos(π · epoch / epochs)), as the authors' code steps it after each epoch
+            return 0.5 * (1.0 + math.cos(math.pi * (step // per_epoch) / epochs))
+
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _add_expert(self, task: Task, seed: int) -> None:
+        config = copy.deepcopy(self.luca_config)
+        config.classes = list(task.classes)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            if isinstance(self.model, PeftModel):
+                self.model.add_adapter(task.name, config)
+            else:
+                self.model = get_peft_model(self.model, config, adapter_name=task.name)
+        self.model.set_adapter(task.name)
+        self.model.eval()
+        self.tuner.compute_reference(task.name)
+
+    def _drop_expert(self, task: Task) -> None:
+        """Leave the model as it was before a task that could not be finished."""
+        if len(self.tuner.experts) == 1:
+            self.model = self.tuner.unload()
+            self.model_wrapped = self.model
+        else:
+            self.model.delete_adapter(task.name)
+            self.tuner.set_router(self.args.router)
+
+    @contextmanager
+    def _learning(self, task: Task, seed: int) -> Iterator[Any]:
+        """Trainer's own fields as one task needs them, and afterwards as they were."""
+        seen = self.args.negatives == "seen"
+        classes = self.tuner.classes if seen else task.classes
+        model_input: AbstractContextManager[None]
+        before = (self.train_dataset, self.eval_dataset, self.data_collator, self.args.seed)
+        evaluating = self.args.eval_strategy != "no"
+        if self.args.cache_features and not self.args.augmentation:
+            splits = [self.features(task, "train"), self.features(task, "test") if evaluating else None]
+            datasets = [s and FeatureDataset(s.features, self._ids(s.labels, classes)) for s in splits]
+            self.data_collator, model_input = FeatureDataset.collate, self.tuner.taking_features()
+        else:
+            datasets = [task.train, task.test]
+            ids = {i: classes.index(name) for i, name in enumerate(self.stream.classes) if name in classes}
+            self.data_collator = ImageCollator(
+                self.processing_class, self.stream.image_column, ids, bool(self.args.augmentation)
+            )
+            model_input = nullcontext()
+        self.train_dataset, self.eval_dataset = datasets
+        # Every task has an optimizer and a schedule of its own, and draws from a seed that its classes alone decide.
+        self.optimizer = self.lr_scheduler = None
+        self.model_wrapped = self.callback_handler.model = self.model
+        self._loss_parts, self._loss_batches = {}, 0
+        self.args.seed = seed
+        set_seed(seed)
+        self.tuner.set_over_all_classes(seen)
+        self._task = task
+        try:
+            yield model_input
+        finally:
+            self._task = None
+            self.tuner.set_over_all_classes(False)
+            self.train_dataset, self.eval_dataset, self.data_collator, self.args.seed = before
+            # Mixed precision wraps the model's forward anew in every train(): take the wrapper off.
+            self.model = self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
+            self.model_wrapped = self.model
+
+    def _ids(self, labels: Tensor, classes: tuple[str, ...]) -> Tensor:
+        """The stream's global ids → positions in a list of class names; -1 for a class that is not in it."""
+        where = {name: i for i, name in enumerate(classes)}
+        return torch.tensor([where.get(name, -1) for name in self.stream.classes])[labels]
+
+    # ---- after a task --------------------------------------------------------------------------------------------
+
+    def _finish(self, task: Task, output: TrainOutput, seconds: float) -> None:
+        record: dict[str, Any] = {
+            "name": task.name,
+            "classes": list(task.classes),
+            "train_images": len(task.train) if has_length(task.train) else None,
+            "test_images": len(task.test) if task.test is not None else 0,
+            "steps": output.global_step,
+            "train_loss": output.training_loss,
+            "seconds": round(seconds, 3),
+        }
+        self._records.append(record)
+        record.update(self._measure())
+        figures = self._figures()
+        if self.args.should_save:
+            save_experts(self.model, self.args.output_dir, [task.name])
+            write_json(Path(self.args.output_dir) / RESULTS_NAME, self.results())
+        self._say(_task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes)))
+        self.log({f"stage_{name}": value for name, value in figures.items() if isinstance(value, float)})
+
+    @torch.no_grad()
+    def _measure(self) -> dict[str, list[float | None]]:
+        """Per task learnt: routed accuracy, share of images that the task's own expert answered, and accuracy of that
+        expert over its own classes (the task known)."""
+        layer, experts = self.tuner.layer, list(self.tuner.experts)
+        measured: dict[str, list[float | None]] = {"accuracy": [], "routing": [], "task_known": []}
+        self.model.eval()
+        tasks = {task.name: task for task in self.stream}
+        for record in self._records:
+            task = tasks[record["name"]]
+            figures: tuple[float | None, ...] = (None, None, None)
+            if task.test is not None:
+                test, device = self.features(task, "test"), self.args.device
+                z, labels = test.features.to(device), test.labels
+                routed = layer.route(z)
+                figures = (_share(routed.logits.argmax(1), self._ids(labels, self.tuner.classes)), None, None)
+                if task.name in experts:
+                    expert = torch.full_like(labels, experts.index(task.name))
+                    own = layer.own_scores(z, task.name).argmax(1)
+                    figures = (figures[0], _share(routed.expert, expert), _share(own, self._ids(labels, task.classes)))
+            for name, figure in zip(measured, figures, strict=True):
+                measured[name].append(figure)
+        return measured
+
+    def _figures(self, last: dict[str, list[float | None]] | None = None) -> dict[str, Any]:
+        """Everything that is read off the accuracy matrix, whose last row may be measured anew."""
+        if not self._records:
+            return {}
+        stages = [*self._records[:-1], last or self._records[-1]]
+        matrix = np.full((len(stages), len(stages)), np.nan)
+        for row, stage in zip(matrix, stages, strict=True):
+            row[: len(stage["accuracy"])] = [np.nan if value is None else value for value in stage["accuracy"]]
+        figures: dict[str, Any] = {
+            "accuracy_matrix": [[None if math.isnan(v) else v for v in row] for row in matrix.tolist()]
+        }
+        if any(record["test_images"] for record in self._records):
+            vectors = [np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing")]
+            figures |= summarize(matrix, [record["test_images"] for record in self._records], *vectors)
+        return figures
+
+    def results(self) -> dict[str, Any]:
+        """What `results.json` holds: the run's settings, each task as it was learnt, and the figures."""
+        return {
+            "format": RESULTS_FORMAT,
+            "settings": self._settings(),
+            "classes": list(self.stream.classes),
+            "tasks": self._records,
+            **self._figures(),
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        config = {
+            name: value
+            for name, value in asdict(self.luca_config).items()
+            if name in LucaConfig.__annotations__
+            and name not in ("classes", "target_modules", "allow_mismatch", "fingerprint")
+        }
+        values = {name: getattr(self.args, name) for name in SETTINGS}
+        return json.loads(json.dumps({**values, "luca_config": config}))
+
+    def _say(self, line: str) -> None:
+        """A line that a person reads, past the progress bars."""
+        if self.is_world_process_zero():
+            logger.info(line) if self.args.disable_tqdm else tqdm.write(line)
+
+    # ---- going on, and saving ------------------------------------------------------------------------------------
+
+    @property
+    def _learnt(self) -> set[str]:
+        return {record["name"] for record in self._records}
+
+    def _go_on(self, refuse: bool) -> None:
+        """Take up what an earlier run finished in the output folder."""
+        folder = Path(self.args.output_dir)
+        if self._records or not (folder / RESULTS_NAME).is_file():
+            return
+        path = folder / RESULTS_NAME
+        try:
+            results = json.loads(path.read_text(encoding="utf-8"))
+            records, settings = results["tasks"], results["settings"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} does not hold the results of a run: {error!r}. Choose another output_dir."
+            ) from error
+        if refuse:
+            raise ValueError(
+                f"{folder} holds a run of {len(records)} tasks. Choose another output_dir, delete it, or call train() "
+                "without resume_from_checkpoint=False to go on with it."
+            )
+        differing = {
+            name: (settings.get(name), value)
+            for name, value in self._settings().items()
+            if name != "router" and settings.get(name) != value
+        }
+        if differing:
+            changes = ", ".join(f"{name}: {was!r} there, {now!r} now" for name, (was, now) in differing.items())
+            raise ValueError(f"{folder} holds a run with other settings ({changes}). Choose another output_dir.")
+        for record, task in zip(records, self.stream, strict=False):
+            images = [len(task.train) if has_length(task.train) else None, 0 if task.test is None else len(task.test)]
+            here = [task.name, list(task.classes), *images]
+            there = [record[key] for key in ("name", "classes", "train_images", "test_images")]
+            if here != there:
+                raise ValueError(
+                    f"{folder} holds a run of another stream: its task {there[0]!r} has {there[2]} train images of "
+                    f"{there[1]}, here {here[0]!r} has {here[2]} of {here[1]}. Choose another output_dir."
+                )
+        if len(records) > len(self.stream):
+            raise ValueError(
+                f"{folder} holds a run of {len(records)} tasks, but the stream has {len(self.stream)}. Choose another "
+                "output_dir."
+            )
+        sources = {record["name"]: folder / record["name"] for record in records}
+        self.model = self.model_wrapped = load_experts(self.model, sources)
+        self._records = records
+        self._steps_before = sum(record["steps"] for record in records)
+        self.tuner.set_router(self.args.router)
+        self._say(f"going on after {len(records)} of {len(self.stream)} tasks found in {folder}")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # A collection of experts: safetensors and JSON only, no pickled arguments as Trainer writes them.
+        folder = output_dir or self.args.output_dir
+        if not isinstance(self.model, PeftModel):
+            raise ValueError("there is no expert to save: no task has been learnt. Call train() first.")
+        save_experts(self.model, folder)
+        self.processing_class.save_pretrained(folder)
+        if self._records:
+            write_json(Path(folder) / RESULTS_NAME, self.results())
+
+
+def task_seed(seed: int, classes: tuple[str, ...]) -> int:
+    """The seed of a task: from the run's seed and the class names, not from the task's place in the stream."""
+    text = json.dumps([seed, sorted(classes)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def _template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[LucaConfig, nn.Module]:
+    """The experts' template, and the model."""
+    if isinstance(model, PeftModel):
+        tuner = tuner_of(model)
+        if luca_config is None:
+            luca_config = next(iter(tuner.peft_config.values()))
+            template = copy.deepcopy(luca_config)
+            template.classes = template.fingerprint = None
+            template.inference_mode = False
+            if list(tuner.experts) == ["default"] and template_only(tuner):
+                # As get_peft_model(vit, LucaConfig()) makes it: a config to train by, not an expert to keep.
+                model = tuner.unload()
+            return template, model
+    template = LucaConfig() if luca_config is None else copy.deepcopy(luca_config)
+    if template.classes is not None:
+        raise ValueError(
+            f"luca_config names the classes {template.classes[:5]!r}, but the stream's tasks say which classes each "
+            "expert has. Leave classes out."
+        )
+    return template, model
+
+
+def template_only(tuner: LucaModel) -> bool:
+    """Whether the only expert has the base model's own labels, as one that was made without naming classes."""
+    return list(tuner.experts["default"]) == tuner.base_labels
+
+
+def _check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments) -> None:
+    check_expert_name(task.name, model)
+    if args.eval_strategy != "no" and task.test is None:
+        raise ValueError(f"eval_strategy is {args.eval_strategy!s}, but task {task.name!r} has no test images.")
+
+
+def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    return {"accuracy": float((np.argmax(logits, axis=-1) == prediction.label_ids).mean())}
+
+
+def _share(predicted: Tensor, wanted: Tensor) -> float:
+    return float((predicted.cpu() == wanted).double().mean())
+
+
+def _task_line(done: int, tasks: int, record: dict[str, Any], figures: dict[str, Any], classes: int) -> str:
+    names = ", ".join(record["classes"][:4]) + (", …" if len(record["classes"]) > 4 else "")
+    line = f"task {done}/{tasks} {record['name']} ({names}), {record['seconds']:.1f} s"
+    if figures.get("last_accuracy") is None:
+        return f"{line}: no test images"
+    return (
+        f"{line}: accuracy {figures['last_accuracy']:.3f} over {classes} classes, "
+        f"{figures['task_known_accuracy']:.3f} with the task known, right expert {figures['routing_accuracy']:.3f}"
+    )

@@ -1,0 +1,125 @@
+"""Arguments of [`ContinualTrainer`] and the two recipes that fill them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.trainer_utils import SchedulerType
+
+from .config import OWN_RECIPE
+from .routing import get_router
+
+
+# What a recipe gives to the fields that were left unset. Measured in examples/benchmarks/results/recipe.json.
+RECIPES: dict[str, dict[str, Any]] = {
+    "own": {
+        "learning_rate": 0.1,
+        "num_train_epochs": 20,
+        "per_device_train_batch_size": 48,
+        "optim": "sgd",
+        "optim_args": "momentum=0.9",
+        "lr_scheduler_type": "cosine",
+        "l1_weight": 5e-4,
+        "negatives": "own",
+        "augmentation": False,
+        "schedule_per_epoch": False,
+    },
+    "paper": {
+        "learning_rate": 0.025,
+        "num_train_epochs": 20,
+        "per_device_train_batch_size": 48,
+        "optim": "sgd",
+        "optim_args": "momentum=0.9",
+        "lr_scheduler_type": "cosine",
+        "l1_weight": 5e-4,
+        "negatives": "seen",
+        "augmentation": True,
+        "schedule_per_epoch": True,
+    },
+}
+
+# The same for [`LucaConfig`].
+CONFIG_RECIPES: dict[str, dict[str, Any]] = {
+    "own": OWN_RECIPE,
+    "paper": {"scale": 1.0, "positive_scale": False, "init_rows": "zeros", "reference": False},
+}
+
+
+@dataclass
+class ContinualTrainingArguments(TrainingArguments):
+    """
+    Arguments of [`ContinualTrainer`]: those of [`~transformers.TrainingArguments`], and these.
+
+    A recipe fills only the fields that were left unset, among them `learning_rate`, `num_train_epochs`,
+    `per_device_train_batch_size`, `optim`, `optim_args` and `lr_scheduler_type`. The gradient is not clipped
+    (`max_grad_norm=0`) and nothing is checkpointed within a task, which takes seconds, unless asked.
+
+    Args:
+        recipe (`str`, *optional*, defaults to `"own"`):
+            `"own"`: every expert sees its own classes alone, so that the order of the tasks changes nothing.
+            `"paper"`: as in the authors' code, see the paper page of the docs.
+        l1_weight (`float`, *optional*):
+            λ of the ℓ1 penalty λ·Σ|θ| over the LuCA module. 5e-4 in both recipes.
+        negatives (`str`, *optional*):
+            `"own"`: cross-entropy over the expert's own classes. `"seen"`: over all classes seen so far, earlier rows
+            frozen. Own in the own recipe, seen in the paper's.
+        augmentation (`bool`, *optional*):
+            Random resized crop (scale 0.05 to 1) and horizontal flip. The backbone then runs in every epoch. Off in
+            the own recipe, on in the paper's.
+        schedule_per_epoch (`bool`, *optional*):
+            Change the learning rate once per epoch, not per step. Off in the own recipe, on in the paper's.
+        class_mean_rows (`bool`, *optional*, defaults to `True`):
+            After a task, replace its cosine rows by the class means of the adapted features.
+        cache_features (`bool`, *optional*, defaults to `True`):
+            Compute [CLS] once per image and task where there is no augmentation, and train on that.
+        router (`str`, *optional*, defaults to `"entropy"`):
+            Who answers each image once tasks are learnt; see [`LucaModel.set_router`].
+    """
+
+    # TrainingArguments has values of its own for these; None tells what the user left to the recipe.
+    learning_rate: float | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
+    num_train_epochs: float | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
+    per_device_train_batch_size: int | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
+    optim: str | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
+    lr_scheduler_type: str | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
+    max_grad_norm: float = field(default=0.0, metadata={"help": "Gradients are not clipped unless asked."})
+    per_device_eval_batch_size: int = field(default=32, metadata={"help": "Images in a pass of the backbone."})
+    save_strategy: str = field(default="no", metadata={"help": "Checkpoints within a task."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "The collator takes what it needs."})
+
+    recipe: str = field(default="own", metadata={"help": "Defaults to train by.", "choices": tuple(RECIPES)})
+    l1_weight: float | None = field(default=None, metadata={"help": "Weight of the l1 penalty on the LuCA module."})
+    negatives: str | None = field(default=None, metadata={"help": "Classes in the loss.", "choices": ("own", "seen")})
+    augmentation: bool | None = field(default=None, metadata={"help": "Random resized crop and horizontal flip."})
+    schedule_per_epoch: bool | None = field(default=None, metadata={"help": "Change the learning rate per epoch."})
+    class_mean_rows: bool = field(default=True, metadata={"help": "Replace rows by class means after a task."})
+    cache_features: bool = field(default=True, metadata={"help": "Compute [CLS] once per image and task."})
+    router: str = field(default="entropy", metadata={"help": "Who answers each image once tasks are learnt."})
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe must be one of {', '.join(map(repr, RECIPES))}, got {self.recipe!r}.")
+        recipe = dict(RECIPES[self.recipe])
+        if self.optim is not None:
+            del recipe["optim_args"]  # they belong to the recipe's optimizer
+        for name, value in recipe.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        super().__post_init__()
+        if self.negatives not in ("own", "seen"):
+            raise ValueError(f"negatives must be 'own' or 'seen', got {self.negatives!r}.")
+        if not 0.0 <= float(self.l1_weight or 0.0) < float("inf"):
+            raise ValueError(f"l1_weight must be a finite number of at least 0, got {self.l1_weight!r}.")
+        if self.schedule_per_epoch and self.lr_scheduler_type != SchedulerType.COSINE:
+            raise ValueError(
+                f"schedule_per_epoch goes with lr_scheduler_type='cosine', got {self.lr_scheduler_type!r}. Set "
+                "schedule_per_epoch=False for the other schedules, which change per step."
+            )
+        if self.load_best_model_at_end:
+            raise ValueError(
+                "load_best_model_at_end would load the weights of PEFT's 'default' adapter into a task's expert. "
+                "Leave it off: every expert is saved when its task ends."
+            )
+        get_router(self.router)
