@@ -12,11 +12,11 @@ from peft.utils import PeftType
 ARRANGEMENTS = ("adapter_calibrator", "calibrator_adapter", "parallel", "adapter", "calibrator")
 NORM_POSITIONS = ("after_residual", "before_residual")
 HEADS = ("cosine", "linear")
-ROW_INITS = ("random", "zeros")
+ROW_INITS = ("class_means", "random", "zeros")
 POOLED = ("cls", "any")
 
 # What a field left at None becomes, unless a recipe of the trainer fills it first.
-OWN_RECIPE: dict[str, Any] = {"scale": 10.0, "positive_scale": True, "init_rows": "random", "reference": True}
+OWN_RECIPE: dict[str, Any] = {"scale": 30.0, "positive_scale": True, "init_rows": "class_means", "reference": True}
 
 
 @dataclass
@@ -44,12 +44,13 @@ class LucaConfig(PeftConfig):
         head (`str`, *optional*, defaults to `"cosine"`):
             `"cosine"`: logits σ · cos(LuCA(z), row). `"linear"`: rows and a bias; such an expert scores only its own
             classes, and routes by them.
-        scale (`float`, *optional*, defaults to `10.0`):
+        scale (`float`, *optional*, defaults to `30.0`):
             Where σ, the learned scale of the cosine rows, starts.
         positive_scale (`bool`, *optional*, defaults to `True`):
             Use |σ|, which cannot turn negative. `False` is the authors' free σ.
-        init_rows (`str`, *optional*, defaults to `"random"`):
-            `"random"` or `"zeros"` for new class rows.
+        init_rows (`str`, *optional*, defaults to `"class_means"`):
+            How new cosine rows start: `"random"`, `"zeros"`, or `"class_means"` of the standardised [CLS], which
+            [`ContinualTrainer`] computes before it trains. Where nobody does, they start at random.
         reference (`bool`, *optional*, defaults to `True`):
             Standardise [CLS] by the backbone's mean and deviation over a fixed set of drawn pictures (see
             [`LucaModel.compute_reference`]) before LuCA. Until that has been computed it is the identity.

@@ -105,7 +105,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             self.luca_calibrator_down[adapter_name] = _xavier(nn.Linear(d, widths[1], bias=False))
             self.luca_calibrator_up[adapter_name] = _xavier(nn.Linear(widths[1], d, bias=False))
         rows = torch.zeros(classes, d)
-        if config.init_rows == "random":
+        if config.init_rows != "zeros":
             nn.init.normal_(rows, std=d**-0.5)
         self.luca_class_rows[adapter_name] = nn.Parameter(rows)
         if config.head == "linear":
@@ -185,12 +185,15 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             )
         return x.detach()[:, : self.width]  # (batch, d)
 
+    def standardise(self, z: Tensor, adapter_name: str) -> Tensor:
+        """[CLS] by the backbone's mean and deviation over the reference pictures, as the expert was trained on it."""
+        if self.configs[adapter_name].reference:
+            z = (z - self.luca_reference_mean[adapter_name]) / self.luca_reference_std[adapter_name]
+        return self._cast_input_dtype(z, self.luca_class_rows[adapter_name].dtype)
+
     def luca(self, z: Tensor, adapter_name: str) -> Tensor:
         """LuCA(z), (batch, d) → (batch, d): standardise by the reference, then adapt and calibrate (paper, §3)."""
-        config = self.configs[adapter_name]
-        if config.reference:
-            z = (z - self.luca_reference_mean[adapter_name]) / self.luca_reference_std[adapter_name]
-        z = self._cast_input_dtype(z, self.luca_class_rows[adapter_name].dtype)
+        config, z = self.configs[adapter_name], self.standardise(z, adapter_name)
         if config.arrangement == "adapter":
             return self._adapt(z, adapter_name)
         if config.arrangement == "calibrator":
@@ -304,14 +307,18 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         return torch.stack([p.abs().sum() for module in modules for p in module.parameters()]).sum()
 
     @torch.no_grad()
-    def set_rows_to_class_means(self, adapter_name: str, features: Tensor, labels: Tensor) -> None:
+    def set_rows_to_class_means(
+        self, adapter_name: str, features: Tensor, labels: Tensor, adapted: bool = True
+    ) -> None:
         """
-        Replace an expert's cosine rows by the class means of the adapted features.
+        Replace an expert's cosine rows by class means.
 
         Args:
             adapter_name (`str`): The expert.
             features (`torch.Tensor` of shape `(images, d)`): [CLS] vectors.
             labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
+            adapted (`bool`, *optional*, defaults to `True`):
+                Means of the adapted features, for after the training, or of the standardised [CLS], to start it from.
 
         Raises:
             ValueError: a class has no image, or the expert has a linear head.
@@ -327,7 +334,8 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             )
         sums = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
         for z, label in zip(features.split(4096), labels.split(4096), strict=True):
-            sums.index_add_(0, label, self.luca(z, adapter_name).double())
+            vectors = self.luca(z, adapter_name) if adapted else self.standardise(z, adapter_name)
+            sums.index_add_(0, label, vectors.double())
         rows.copy_(sums / counts[:, None])
 
 

@@ -26,7 +26,7 @@ from transformers.utils import logging
 from .config import LucaConfig
 from .features import FeatureDataset, ImageCollator, extract_features, image_size
 from .hub import load_experts, save_experts, tuner_of, write_json
-from .metrics import summarize
+from .metrics import forgetting, summarize
 from .model import LucaModel, check_expert_name, find_head
 from .streams import DatasetLike, Task, TaskStream
 from .training_args import CONFIG_RECIPES, ContinualTrainingArguments
@@ -176,15 +176,14 @@ class ContinualTrainer(Trainer):
         seed = task_seed(self.args.seed, task.classes)
         self._add_expert(task, seed)
         try:
+            if self.luca_config.init_rows == "class_means" and self.luca_config.head == "cosine":
+                self._set_rows_to_class_means(task, adapted=False)
             with self._learning(task, seed) as model_input:
                 with model_input:
                     output: TrainOutput = super().train()
             self._steps_before += self.state.global_step
             if self.args.class_mean_rows and self.luca_config.head == "cosine":
-                train = self.features(task, "train")
-                own = self._ids(train.labels, task.classes)
-                device = self.tuner.layer.luca_class_rows[task.name].device
-                self.tuner.layer.set_rows_to_class_means(task.name, train.features.to(device), own.to(device))
+                self._set_rows_to_class_means(task)
         except BaseException:
             self._drop_expert(task)
             raise
@@ -309,6 +308,11 @@ class ContinualTrainer(Trainer):
         self.model.eval()
         self.tuner.compute_reference(task.name)
 
+    def _set_rows_to_class_means(self, task: Task, adapted: bool = True) -> None:
+        train, device = self.features(task, "train"), self.args.device
+        labels = self._ids(train.labels, task.classes)
+        self.tuner.layer.set_rows_to_class_means(task.name, train.features.to(device), labels.to(device), adapted)
+
     def _drop_expert(self, task: Task) -> None:
         """Leave the model as it was before a task that could not be finished."""
         if len(self.tuner.experts) == 1:
@@ -411,15 +415,14 @@ class ContinualTrainer(Trainer):
         if not self._records:
             return {}
         stages = [*self._records[:-1], last or self._records[-1]]
-        matrix = np.full((len(stages), len(stages)), np.nan)
-        for row, stage in zip(matrix, stages, strict=True):
-            row[: len(stage["accuracy"])] = [np.nan if value is None else value for value in stage["accuracy"]]
+        matrix = _matrix(stages, "accuracy")
         figures: dict[str, Any] = {
             "accuracy_matrix": [[None if math.isnan(v) else v for v in row] for row in matrix.tolist()]
         }
         if any(record["test_images"] for record in self._records):
             vectors = [np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing")]
             figures |= summarize(matrix, [record["test_images"] for record in self._records], *vectors)
+            figures["task_known_forgetting"] = forgetting(_matrix(stages, "task_known"))
         return figures
 
     def results(self) -> dict[str, Any]:
@@ -515,6 +518,14 @@ def task_seed(seed: int, classes: tuple[str, ...]) -> int:
     """The seed of a task: from the run's seed and the class names, not from the task's place in the stream."""
     text = json.dumps([seed, sorted(classes)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def _matrix(stages: list[dict[str, Any]], name: str) -> np.ndarray:
+    """What each stage measured of each task, (stages, tasks); NaN where it did not."""
+    matrix = np.full((len(stages), len(stages)), np.nan)
+    for row, stage in zip(matrix, stages, strict=True):
+        row[: len(stage[name])] = [np.nan if value is None else value for value in stage[name]]
+    return matrix
 
 
 def _template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[LucaConfig, nn.Module]:
