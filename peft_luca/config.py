@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peft import PeftConfig
@@ -90,6 +90,7 @@ class LucaConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.filled: set[str] = set()  # fields that resolve() has filled
         self.peft_type = PeftType["LUCA"]
         if self.task_type is not None:
             raise ValueError(
@@ -123,7 +124,15 @@ class LucaConfig(PeftConfig):
         for name, value in (OWN_RECIPE if defaults is None else defaults).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+                self.filled.add(name)
         return self
+
+    def template(self) -> LucaConfig:
+        """A copy to make other experts by: without classes and backbone, and unset where it was left unset."""
+        template = replace(self, classes=None, fingerprint=None, inference_mode=False)
+        for name in self.filled:
+            setattr(template, name, None)
+        return template
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = super().to_dict()

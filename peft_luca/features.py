@@ -272,7 +272,10 @@ class ImageCollator:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """The image upright and in RGB."""
-    return ImageOps.exif_transpose(image).convert("RGB")
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # the same colours, and PIL does not warn
+    return image.convert("RGB")
 
 
 def image_size(processing_class: Any) -> tuple[int, int]:

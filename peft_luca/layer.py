@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .config import LucaConfig
-from .routing import Router, RoutingOutput, combine_rows, entropy, fill_unknown
+from .routing import ClassIndex, Router, RoutingOutput, combine_rows, entropy, fill_unknown
 
 
 # Rows are multiplied with at most this many numbers of (batch, experts, rows) in memory at a time.
@@ -255,15 +254,16 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             own = index.own[name]
             if self.configs[name].head == "linear":
                 own_scores = self.own_scores(z, name)
-                filled = own_scores.new_full((len(z), len(index.classes)), -torch.inf)
-                scores.append(filled.index_copy(1, own, own_scores))
+                scores.append(own_scores.new_zeros(len(z), len(index.classes)).index_copy(1, own, own_scores))
             else:
                 assert all_rows is not None
                 features = F.normalize(self.luca(z, name), dim=-1)
                 cosines = F.linear(features, all_rows.to(features.dtype))  # (batch, rows)
                 scores.append(self.scale(name) * combine_rows(cosines, index, name))
             known.append(index.known[name])
-        return torch.stack(scores, dim=1), torch.stack(known)
+        all_scores, all_known = torch.stack(scores, dim=1), torch.stack(known)
+        # Only now: -inf times a σ of 0, or its gradient, would not be a number.
+        return all_scores if index.complete else all_scores.masked_fill(~all_known, -torch.inf), all_known
 
     def route(self, z: Tensor) -> RoutingOutput:
         """Every expert's scores of [CLS] vectors `(batch, d)` → each sample's logits, by the router that is set."""
@@ -337,50 +337,6 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             vectors = self.luca(z, adapter_name) if adapted else self.standardise(z, adapter_name)
             sums.index_add_(0, label, vectors.double())
         rows.copy_(sums / counts[:, None])
-
-
-class ClassIndex:
-    """
-    The label space that a layer's experts span, and where each cosine row lands in it.
-
-    Attributes:
-        classes (`tuple[str, ...]`): Global label space: the class names in order of first appearance.
-        own (`dict[str, Tensor]`): Expert → global ids of its classes, in its own order.
-        known (`dict[str, Tensor]`): Expert → boolean (C,): which classes it can score.
-        cosine (`list[str]`): Experts with cosine rows, in the order in which their rows are put together.
-        row_class (`Tensor`): Global id of each row put together, (rows,).
-        complete (`bool`): Whether every expert can score every class.
-    """
-
-    def __init__(self, configs: dict[str, LucaConfig], device: torch.device) -> None:
-        self.device = device
-        ids: dict[str, int] = {}
-        for config in configs.values():
-            for name in config.classes or ():
-                ids.setdefault(name, len(ids))
-        self.classes = tuple(ids)
-        self.own = {t: torch.tensor([ids[name] for name in config.classes or ()]) for t, config in configs.items()}
-        self.cosine = [t for t, config in configs.items() if config.head == "cosine"]
-        self.row_class = torch.cat([self.own[t] for t in self.cosine]) if self.cosine else torch.zeros(0).long()
-        self.rows = len(self.row_class)
-        ends = list(accumulate(len(self.own[t]) for t in self.cosine))
-        self.own_rows = {
-            t: torch.arange(end - len(self.own[t]), end) for t, end in zip(self.cosine, ends, strict=True)
-        }
-        # Where every class has exactly one row, putting the rows in the order of the classes is all there is to do.
-        one_each = self.rows == len(self.classes) and len(self.row_class.unique()) == self.rows
-        self.permutation = self.row_class.argsort() if one_each else None
-        has_rows = torch.zeros(len(ids), dtype=torch.bool)
-        has_rows[self.row_class] = True
-        self.known = {
-            t: has_rows if configs[t].head == "cosine" else torch.zeros_like(has_rows).index_fill(0, own, True)
-            for t, own in self.own.items()
-        }
-        self.complete = all(bool(known.all()) for known in self.known.values())
-        for name in ("own", "own_rows", "known"):
-            setattr(self, name, {t: tensor.to(device) for t, tensor in getattr(self, name).items()})
-        self.row_class = self.row_class.to(device)
-        self.permutation = None if self.permutation is None else self.permutation.to(device)
 
 
 MERGE_REFUSED = (

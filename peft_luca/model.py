@@ -194,9 +194,10 @@ class LucaModel(BaseTuner):
 
     def train(self, mode: bool = True) -> LucaModel:
         """Only the experts change mode: the frozen trunk stays in eval mode, so that dropout cannot move [CLS]."""
-        super().train(mode)
-        self.model.eval()
-        self.layer.train(mode)
+        if self.training != mode or self.layer.training != mode or self.model.training:  # Trainer asks at every step
+            super().train(mode)
+            self.model.eval()
+            self.layer.train(mode)
         return self
 
     # ---- experts and routing -------------------------------------------------------------------------------------
@@ -501,7 +502,7 @@ def find_head(model: Any, config: LucaConfig) -> Head:
         )
     if model_type in CLS_AND_PATCHES:
         width = getattr(model_config, "hidden_size", input_width // 2)
-        return Head(name, width, width if isinstance(module, nn.Identity) else input_width)
+        return Head(name, width, 2 * width if isinstance(module, nn.Identity) else input_width)
     return Head(name, input_width, input_width)
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import EvalPrediction, Trainer, set_seed
+from transformers import EvalPrediction, ProgressCallback, Trainer, set_seed
 from transformers.trainer_utils import TrainOutput, has_length
 from transformers.utils import logging
 
@@ -110,6 +111,8 @@ class ContinualTrainer(Trainer):
             eval_dataset=kwargs.pop("eval_dataset", []),
             **kwargs,
         )
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(TaskProgressCallback(self))
         self.stream = stream
         self.luca_config = template
         self._records: list[dict[str, Any]] = []  # one per task learnt, as results.json has them
@@ -275,11 +278,12 @@ class ContinualTrainer(Trainer):
             logs |= {name: float(part) / self._loss_batches for name, part in self._loss_parts.items()}
             self._loss_parts, self._loss_batches = {}, 0
         # Every task counts its own steps from 0; what is logged runs on across tasks.
-        self.state.global_step += self._steps_before if self._task else 0
+        own_step = self.state.global_step
+        self.state.global_step = self._steps_before + (own_step if self._task else 0)
         try:
             super().log(logs, start_time)
         finally:
-            self.state.global_step -= self._steps_before if self._task else 0
+            self.state.global_step = own_step
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not self.args.schedule_per_epoch or self.lr_scheduler is not None:
@@ -303,7 +307,10 @@ class ContinualTrainer(Trainer):
             if isinstance(self.model, PeftModel):
                 self.model.add_adapter(task.name, config)
             else:
-                self.model = get_peft_model(self.model, config, adapter_name=task.name)
+                with warnings.catch_warnings():
+                    # PEFT asks transformers for an attribute by its old name, which is nothing a user can mend.
+                    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+                    self.model = get_peft_model(self.model, config, adapter_name=task.name)
         self.model.set_adapter(task.name)
         self.model.eval()
         self.tuner.compute_reference(task.name)
@@ -360,7 +367,12 @@ class ContinualTrainer(Trainer):
             self.model = self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
             self.model_wrapped = self.model
 
-    def _ids(self, labels: Tensor, classes: tuple[str, ...]) -> Tensor:
+    def _follow_labels(self) -> None:
+        """Images that are evaluated have the stream's labels, the model's logits the order of its experts."""
+        if isinstance(self.data_collator, ImageCollator):
+            self.data_collator.label_ids = dict(enumerate(self._ids(slice(None), self.tuner.classes).tolist()))
+
+    def _ids(self, labels: Tensor | slice, classes: tuple[str, ...]) -> Tensor:
         """The stream's global ids → positions in a list of class names; -1 for a class that is not in it."""
         where = {name: i for i, name in enumerate(classes)}
         return torch.tensor([where.get(name, -1) for name in self.stream.classes])[labels]
@@ -383,6 +395,7 @@ class ContinualTrainer(Trainer):
         if self.args.should_save:
             save_experts(self.model, self.args.output_dir, [task.name])
             write_json(Path(self.args.output_dir) / RESULTS_NAME, self.results())
+        self._follow_labels()
         self._say(_task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes)))
         self.log({f"stage_{name}": value for name, value in figures.items() if isinstance(value, float)})
 
@@ -501,6 +514,7 @@ class ContinualTrainer(Trainer):
         self._records = records
         self._steps_before = sum(record["steps"] for record in records)
         self.tuner.set_router(self.args.router)
+        self._follow_labels()
         self._say(f"going on after {len(records)} of {len(self.stream)} tasks found in {folder}")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -512,6 +526,25 @@ class ContinualTrainer(Trainer):
         self.processing_class.save_pretrained(folder)
         if self._records:
             write_json(Path(folder) / RESULTS_NAME, self.results())
+
+
+class TaskProgressCallback(ProgressCallback):
+    """Trainer's progress bar, with the task's name and its losses on the bar: a line of its own has each task only."""
+
+    def __init__(self, trainer: ContinualTrainer) -> None:
+        super().__init__()
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.training_bar is not None and self.trainer._task is not None:
+            self.training_bar.leave = False
+            self.training_bar.set_description(self.trainer._task.name)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            shown = ("loss", "cross_entropy", "l1_penalty", "eval_accuracy")
+            self.training_bar.set_postfix({name: f"{logs[name]:.3f}" for name in shown if name in (logs or {})})
 
 
 def task_seed(seed: int, classes: tuple[str, ...]) -> int:
@@ -533,14 +566,11 @@ def _template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[LucaCon
     if isinstance(model, PeftModel):
         tuner = tuner_of(model)
         if luca_config is None:
-            luca_config = next(iter(tuner.peft_config.values()))
-            template = copy.deepcopy(luca_config)
-            template.classes = template.fingerprint = None
-            template.inference_mode = False
-            if list(tuner.experts) == ["default"] and template_only(tuner):
-                # As get_peft_model(vit, LucaConfig()) makes it: a config to train by, not an expert to keep.
-                model = tuner.unload()
-            return template, model
+            luca_config = next(iter(tuner.peft_config.values())).template()
+        if list(tuner.experts) == ["default"] and list(tuner.experts["default"]) == tuner.base_labels:
+            # As get_peft_model(vit, LucaConfig()) makes it: a config to train by, not an expert to keep.
+            logger.warning("The expert 'default' has the base model's own labels and is taken off: it is no task.")
+            model = tuner.unload()
     template = LucaConfig() if luca_config is None else copy.deepcopy(luca_config)
     if template.classes is not None:
         raise ValueError(
@@ -548,11 +578,6 @@ def _template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[LucaCon
             "expert has. Leave classes out."
         )
     return template, model
-
-
-def template_only(tuner: LucaModel) -> bool:
-    """Whether the only expert has the base model's own labels, as one that was made without naming classes."""
-    return list(tuner.experts["default"]) == tuner.base_labels
 
 
 def _check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments) -> None:

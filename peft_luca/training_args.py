@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
@@ -86,6 +87,10 @@ class ContinualTrainingArguments(TrainingArguments):
     lr_scheduler_type: str | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
     max_grad_norm: float = field(default=0.0, metadata={"help": "Gradients are not clipped unless asked."})
     per_device_eval_batch_size: int = field(default=32, metadata={"help": "Images in a pass of the backbone."})
+    logging_strategy: str = field(default="epoch", metadata={"help": "When to log within a task."})
+    dataloader_pin_memory: bool = field(
+        default_factory=torch.accelerator.is_available, metadata={"help": "Pin memory, where there is an accelerator."}
+    )
     save_strategy: str = field(default="no", metadata={"help": "Checkpoints within a task."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "The collator takes what it needs."})
 

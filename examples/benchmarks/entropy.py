@@ -8,16 +8,15 @@ Entropy routing per sample, by the own recipe and by the paper's, over several c
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+from environment import write_results
 from transformers import AutoImageProcessor, AutoModelForImageClassification, HfArgumentParser
 
 from peft_luca import ContinualTrainer, ContinualTrainingArguments, LucaConfig
@@ -37,16 +36,6 @@ class BenchmarkArguments(ExampleArguments):
     class_order_seeds: list[int] = field(default_factory=lambda: [1993, 0, 1], metadata={"help": "Class orders."})
     recipes: list[str] = field(default_factory=lambda: ["own"], metadata={"help": "Recipes to compare."})
     output: str = field(default="entropy.json", metadata={"help": "Where the figures go."})
-
-
-def environment() -> dict[str, str]:
-    """Versions and kind of machine."""
-    packages = ("peft-luca", "torch", "peft", "transformers", "accelerate", "datasets", "numpy")
-    return {
-        **{name: version(name) for name in packages},
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, CPU",
-    }
 
 
 def main() -> None:
@@ -86,9 +75,7 @@ def main() -> None:
             values = [row[name] for row in rows if row["recipe"] == recipe]
             spread = stdev(values) if len(values) > 1 else 0.0
             summary[f"{recipe} {name}"] = {"mean": round(mean(values), 4), "deviation": round(spread, 4)}
-    command = " ".join(["python", "examples/benchmarks/entropy.py", *sys.argv[1:]])
-    content = {"command": command, "environment": environment(), "summary": summary, "rows": rows}
-    Path(args.output).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_results(args.output, summary=summary, rows=rows)
 
 
 if __name__ == "__main__":
