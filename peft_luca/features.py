@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
+import datasets
 import numpy as np
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
+
+from .cache import STORAGE, PartialFeatures, read_features
 
 
 REFERENCE_PICTURES = 192
@@ -25,6 +35,16 @@ REFERENCE_PATCHES = 8
 INTERPOLATING = ("dinov2", "dinov2_with_registers")
 
 Reference = tuple[Tensor, Tensor]  # mean and deviation of [CLS], (d,) each
+
+CACHE_FORMAT = 1
+ROW = "__row__"  # a row's number, among its columns
+# What can change the numbers without any argument changing.
+PACKAGES = ("torch", "torchvision", "transformers", "pillow", "datasets")
+# Of a model's config, what does not touch [CLS]. Its dtype is in the fingerprint.
+NOT_OF_THE_TRUNK = (
+    "id2label label2id num_labels problem_type _name_or_path name_or_path transformers_version architectures dtype "
+    "torch_dtype return_dict output_attentions output_hidden_states"
+).split()
 
 
 def draw_reference_pictures(count: int, size: int, seed: int = REFERENCE_SEED) -> np.ndarray:
@@ -75,6 +95,7 @@ class BackboneFacts:
         fingerprint (`str` or `None`):
             SHA-256 over the sorted digests of the trunk's tensors, without the head and without names. `None` while
             the weights are on the meta device.
+        architecture (`dict`): The model's class and its config, without what does not touch [CLS].
     """
 
     _known: ClassVar[WeakKeyDictionary[nn.Module, BackboneFacts]] = WeakKeyDictionary()
@@ -83,6 +104,9 @@ class BackboneFacts:
         self.version = version
         self.fingerprint = None if any(t.is_meta for t in tensors) else fingerprint(tensors)
         config = getattr(model, "config", None)
+        settings: dict[str, Any] = getattr(config, "to_dict", dict)()
+        self.architecture = {name: value for name, value in settings.items() if name not in NOT_OF_THE_TRUNK}
+        self.architecture["class"] = type(model).__qualname__
         self.model_type = getattr(config, "model_type", None)
         self.image_size = _first(getattr(config, "image_size", None))
         self.patch_size = _first(getattr(config, "patch_size", None))
@@ -167,26 +191,48 @@ def _first(value: Any) -> int | None:
 
 class FeatureDataset(Dataset[dict[str, Tensor]]):
     """
-    [CLS] of a task's images with their labels, in memory.
+    [CLS] of images with their labels. Read from a cache, the features are a view of a memory-mapped file: they take no
+    memory of their own, and cannot be written to.
 
     Args:
         features (`torch.Tensor` of shape `(images, d)`): [CLS] vectors.
         labels (`torch.Tensor` of shape `(images,)`): Class ids.
+        views (`Sequence[torch.Tensor]`, *optional*):
+            [CLS] of several augmented views of the same images, of the same shape. They take turns, one per epoch.
+
+    Attributes:
+        skipped (`list[int]`): Rows of the dataset that are left out since their image could not be read.
     """
 
-    def __init__(self, features: Tensor, labels: Tensor) -> None:
+    def __init__(self, features: Tensor, labels: Tensor, views: Sequence[Tensor] = ()) -> None:
         self.features = features
         self.labels = labels
+        self.views = list(views)
+        self.skipped: list[int] = []
+
+    @classmethod
+    def from_file(cls, path: Path, labels: Tensor) -> FeatureDataset:
+        """What [`extract_features`] wrote, with the labels of all rows of the dataset, in its order."""
+        features, rows = read_features(path)
+        dataset = cls(features, labels if len(rows) == len(labels) else labels[rows])
+        dataset.skipped = np.setdiff1d(np.arange(len(labels)), rows.numpy()).tolist()
+        return dataset
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the next view, where there are several."""
+        if self.views:
+            self.features = self.views[epoch % len(self.views)]
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"features": self.features[index], "labels": self.labels[index]}
+        return {"features": _widen(self.features[index]), "labels": self.labels[index]}
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         # A whole batch at once: the loader's default, row by row and stacked again, costs more than the training step.
-        return {"features": self.features[indices], "labels": self.labels[indices]}
+        rows = torch.tensor(indices)
+        return {"features": _widen(self.features.index_select(0, rows)), "labels": self.labels.index_select(0, rows)}
 
     @staticmethod
     def collate(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -194,42 +240,226 @@ class FeatureDataset(Dataset[dict[str, Tensor]]):
         return batch
 
 
+def _widen(features: Tensor) -> Tensor:
+    return features.float() if features.dtype in (torch.float16, torch.bfloat16) else features
+
+
+def default_cache_dir() -> Path:
+    """Where [CLS] is kept unless `features_cache_dir` says otherwise: a folder in the cache of `datasets`."""
+    return Path(datasets.config.HF_DATASETS_CACHE) / "peft_luca"
+
+
+def features_key(
+    backbone: BackboneFacts, collator: ImageCollator, images: str, dtype: str = "float32", **more: Any
+) -> str:
+    """
+    The name under which [CLS] of images is kept: a digest of everything that its numbers depend on, so that a file
+    which is found is never stale. How many images pass at a time is not among it: that moves [CLS] by rounding only.
+
+    Args:
+        backbone ([`BackboneFacts`]): Its fingerprint, class and config.
+        collator ([`ImageCollator`]): The image processor with its settings, the augmentation, its view and seed.
+        images (`str`): [`digest_images`].
+        dtype (`str`, *optional*, defaults to `"float32"`): How [CLS] is stored.
+        more: Anything else that can be written as JSON.
+    """
+    processor = collator.processing_class
+    settings = processor.to_dict() if hasattr(processor, "to_dict") else None
+    if settings is None or not type(processor).__module__.startswith("transformers."):
+        # Code of one's own: a digest of all that pickles of it.
+        settings = [settings, datasets.fingerprint.Hasher.hash(processor)]
+    parts = {
+        "format": CACHE_FORMAT,
+        "packages": {name: _version(name) for name in PACKAGES},
+        "backbone": [backbone.fingerprint, backbone.architecture],
+        "processor": [f"{type(processor).__module__}.{type(processor).__qualname__}", settings],
+        "augmentation": [collator.augmentation, collator.view, collator.seed if collator.augmentation else None],
+        "images": images,
+        "dtype": dtype,
+        **more,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:40]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def digest_images(dataset: Any, image_column: str) -> str:
+    """
+    SHA-256 over the bytes of a dataset's images in their order: of the files themselves where the dataset only holds
+    paths. Labels, file names and times do not count: images are the same when their bytes are, and a file that was
+    changed in place is another. Reads everything once, at about 1 GB/s, which a backbone never does.
+    """
+    digest = hashlib.sha256()
+    images = dataset.select_columns([image_column]).cast_column(image_column, datasets.Image(decode=False))
+    for rows in images.with_format("arrow").iter(batch_size=64):
+        for image in rows[image_column].to_pylist():
+            content = _bytes_of(image)
+            digest.update(b"-1 " if content is None else f"{len(content)} ".encode())
+            digest.update(content or b"")
+    return digest.hexdigest()
+
+
+def _bytes_of(image: dict[str, Any]) -> bytes | None:
+    """An encoded image, or `None` where there is no such file."""
+    content: bytes | None = image["bytes"]
+    if content is None:
+        try:
+            with datasets.utils.file_utils.xopen(image["path"], "rb") as file:
+                content = file.read()
+        except OSError:
+            return None
+    return content
+
+
 def extract_features(
     read: Callable[[Tensor], Tensor],
     dataset: Any,
-    collator: Callable[[list[dict[str, Any]]], dict[str, Tensor]],
+    collator: ImageCollator,
     batch_size: int,
     num_workers: int = 0,
     description: str = "Extracting features",
     disable_tqdm: bool = False,
+    *,
+    path: Path | None = None,
+    dtype: str = "float32",
+    on_bad_image: str = "raise",
+    writes: bool = True,
+    loader_options: Mapping[str, Any] | None = None,
 ) -> FeatureDataset:
     """
-    One pass of the backbone over a dataset.
+    One pass of the backbone over a dataset, into an Arrow file of the columns `features` and `row`. What is in the
+    file already is not computed again; what another process is computing is waited for; what was interrupted goes on
+    at the last batch that was written down. Batches begin at the same rows whatever the number of processes, which
+    take them in turns.
 
     Args:
         read (function): pixel values `(batch, channels, height, width)` → [CLS] `(batch, d)`.
-        dataset (`datasets.Dataset`): Rows of an image and its label.
-        collator (function): Rows → `pixel_values` and `labels`.
+        dataset (`datasets.Dataset`): Rows of an image and, in the column `labels`, its label.
+        collator ([`ImageCollator`]): Rows → `pixel_values`.
         batch_size (`int`): Images in a pass.
         num_workers (`int`, *optional*, defaults to `0`): Processes that decode and preprocess images.
         description (`str`, *optional*): What the progress bar says.
         disable_tqdm (`bool`, *optional*, defaults to `False`): No progress bar.
+        path (`Path`, *optional*): The file. Without, [CLS] is kept in memory only.
+        dtype (`str`, *optional*, defaults to `"float32"`): `"float32"`, `"float16"` or `"bfloat16"`, in the file.
+        on_bad_image (`str`, *optional*, defaults to `"raise"`):
+            What an image does that cannot be read: `"raise"` or `"skip"`.
+        writes (`bool`, *optional*, defaults to `True`): Whether this process is one that writes the file.
+        loader_options (`dict`, *optional*): More arguments of the `DataLoader`.
 
     Returns:
-        [`FeatureDataset`]: [CLS] in float32 on the CPU, in the dataset's order.
+        [`FeatureDataset`]: [CLS] on the CPU, in the dataset's order, in the type of the file.
+
+    Raises:
+        ValueError: an image cannot be read: with its row and its file.
+        OSError: the file cannot be written.
     """
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    if path is None:
+        with tempfile.TemporaryDirectory() as folder:
+            kept = extract_features(
+                read, dataset, collator, batch_size, num_workers, description, disable_tqdm,
+                path=Path(folder) / "features.arrow", dtype=dtype, on_bad_image=on_bad_image,
+                loader_options=loader_options,
+            )  # fmt: skip
+            kept.features = kept.features.clone()
+            return kept
+    process, total = PartialState(), len(dataset)
+    rank, processes = process.process_index, process.num_processes
+    with ExitStack() as stack:
+        partial = stack.enter_context(PartialFeatures.of(path, dtype)) if writes and not path.is_file() else None
+        done = min(gather_object([total if partial is None else partial.rows]))
+        if done < total:
+            done -= done % batch_size
+        if partial is not None:
+            partial.go_back_to(done)
+        starts = range(done, total, batch_size)
+        batches: list[Any] = [range(s, min(s + batch_size, total)) for s in starts[rank::processes]]
         loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=batch_size, collate_fn=collator, num_workers=num_workers
+            _EncodedImages(dataset, collator.image_column),
+            batch_sampler=batches,
+            collate_fn=_ReadableImages(collator, dataset.features[collator.image_column]),
+            num_workers=num_workers,
+            **(loader_options or {}),
         )
-        with tqdm(total=len(dataset), desc=description, unit="img", leave=False, disable=disable_tqdm) as bar:
-            for batch in loader:
-                yield read(batch["pixel_values"]).float().cpu(), batch["labels"]
-                bar.update(len(batch["labels"]))
+        own_batches = iter(loader)
+        disable_tqdm = disable_tqdm or not process.is_main_process
+        with tqdm(total=total, initial=done, desc=description, unit="img", leave=False, disable=disable_tqdm) as bar:
+            for first in range(0, len(starts), processes):
+                part: tuple[Any, list[int]] = (None, [])
+                if first + rank < len(starts):
+                    pixels, bad = next(own_batches)
+                    if bad and on_bad_image == "raise":
+                        raise ValueError(_cannot_read(*bad[0]))
+                    vectors = None if pixels is None else read(pixels).to("cpu", STORAGE[dtype][2]).contiguous()
+                    part = (vectors, [row for row, *_ in bad])
+                parts = gather_object([part])
+                for start, (vectors, bad_rows) in zip(starts[first : first + processes], parts, strict=False):
+                    rows = min(batch_size, total - start)
+                    if partial is not None:
+                        partial.append(rows, vectors, bad_rows)
+                    bar.update(rows)
+        if partial is not None:
+            partial.finish()
+    process.wait_for_everyone()
+    features = FeatureDataset.from_file(path, _labels(dataset, collator))
+    if features.skipped and on_bad_image == "raise":
+        row, image = _EncodedImages(dataset, collator.image_column)[features.skipped[0]]
+        raise ValueError(_cannot_read(row, image["path"], "an earlier run has skipped it"))
+    return features
 
-    features, labels = zip(*batches(), strict=True)
-    return FeatureDataset(torch.cat(features), torch.cat(labels))
+
+def _labels(dataset: Any, collator: ImageCollator) -> Tensor:
+    labels = dataset.select_columns(["labels"]).with_format("arrow")[:]["labels"].to_numpy()
+    ids = collator.label_ids
+    return torch.tensor(labels if ids is None else [ids[label] for label in labels.tolist()])
+
+
+def _cannot_read(row: int, file: str | None, reason: str) -> str:
+    return (
+        f"the image in row {row} ({file or 'kept in the dataset, without a file name'}) cannot be read: {reason}. "
+        "Mend it or take it out, or leave such images out with on_bad_image='skip'."
+    )
+
+
+class _EncodedImages(Dataset[Any]):
+    """Row numbers and images of a dataset as they lie there, not decoded yet."""
+
+    def __init__(self, dataset: Any, image_column: str) -> None:
+        undecoded = datasets.Image(decode=False)
+        self.images = dataset.select_columns([image_column]).cast_column(image_column, undecoded).with_format(None)
+        self.image_column = image_column
+
+    def __getitem__(self, row: int) -> tuple[int, dict[str, Any]]:
+        return row, self.images[row][self.image_column]
+
+    def __getitems__(self, rows: range) -> list[tuple[int, dict[str, Any]]]:
+        return list(zip(rows, self.images[rows][self.image_column], strict=True))
+
+
+class _ReadableImages:
+    """Encoded images → pixel values of those that can be read, and row, file and reason of those that cannot."""
+
+    def __init__(self, collator: ImageCollator, feature: datasets.Image) -> None:
+        self.collator = collator
+        self.feature = feature
+
+    def __call__(
+        self, rows: list[tuple[int, dict[str, Any]]]
+    ) -> tuple[Tensor | None, list[tuple[int, str | None, str]]]:
+        readable, bad = [], []
+        for row, encoded in rows:
+            try:
+                image = to_rgb(self.feature.decode_example(encoded))
+            except Exception as error:  # whatever a decoder raises at a broken file
+                bad.append((row, encoded["path"], repr(error)))
+            else:
+                readable.append({self.collator.image_column: image, ROW: row})
+        return (self.collator(readable)["pixel_values"] if readable else None), bad
 
 
 class ImageCollator:
@@ -242,6 +472,10 @@ class ImageCollator:
         label_ids (`dict[int, int]`, *optional*): Ids to give in place of the rows' labels.
         augmentation (`bool`, *optional*, defaults to `False`):
             Random resized crop (scale 0.05 to 1) and horizontal flip, as the authors' code trains with.
+        view (`int`, *optional*):
+            Which augmented view to draw: the same for the same seed, view and row. Without, drawn from torch's own
+            generator.
+        seed (`int`, *optional*, defaults to `0`): Seed of the views.
     """
 
     def __init__(
@@ -250,24 +484,37 @@ class ImageCollator:
         image_column: str,
         label_ids: dict[int, int] | None = None,
         augmentation: bool = False,
+        view: int | None = None,
+        seed: int = 0,
     ) -> None:
         self.processing_class = processing_class
         self.image_column = image_column
         self.label_ids = label_ids
         self.augmentation = augmentation
+        self.view = view
+        self.seed = seed
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         images = [to_rgb(row[self.image_column]) for row in rows]
         sized = {}
         if self.augmentation:
             height, width = image_size(self.processing_class)
-            images = [random_crop_and_flip(image, height, width) for image in images]
+            draws = [self._generator(row) for row in rows]
+            images = [
+                random_crop_and_flip(image, height, width, draw) for image, draw in zip(images, draws, strict=True)
+            ]
             sized = {"do_resize": False, "do_center_crop": False}
         batch = {"pixel_values": self.processing_class(images=images, return_tensors="pt", **sized)["pixel_values"]}
         if "labels" in rows[0]:
             labels = [row["labels"] for row in rows]
             batch["labels"] = torch.tensor(labels if self.label_ids is None else [self.label_ids[i] for i in labels])
         return batch
+
+    def _generator(self, row: dict[str, Any]) -> torch.Generator | None:
+        if self.view is None:
+            return None
+        text = json.dumps([self.seed, self.view, row[ROW]])
+        return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -292,21 +539,24 @@ def image_size(processing_class: Any) -> tuple[int, int]:
     return side, side
 
 
-def random_crop_and_flip(image: Image.Image, height: int, width: int) -> Image.Image:
+def random_crop_and_flip(
+    image: Image.Image, height: int, width: int, generator: torch.Generator | None = None
+) -> Image.Image:
     """
     A random part of 5 % to 100 % of the image's area and of 3:4 to 4:3, resized to `(height, width)` with bicubic
-    interpolation, mirrored in one case of two. Drawn from torch's generator, which a loader seeds in every worker.
+    interpolation, mirrored in one case of two. Drawn from a generator, or from torch's own, which a loader seeds in
+    every worker.
     """
     for _ in range(10):
-        area = image.width * image.height * float(torch.empty(()).uniform_(0.05, 1.0))
-        ratio = math.exp(float(torch.empty(()).uniform_(math.log(3 / 4), math.log(4 / 3))))
+        area = image.width * image.height * float(torch.empty(()).uniform_(0.05, 1.0, generator=generator))
+        ratio = math.exp(float(torch.empty(()).uniform_(math.log(3 / 4), math.log(4 / 3), generator=generator)))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= image.width and 0 < h <= image.height:
-            left = int(torch.randint(image.width - w + 1, ()))
-            top = int(torch.randint(image.height - h + 1, ()))
+            left = int(torch.randint(image.width - w + 1, (), generator=generator))
+            top = int(torch.randint(image.height - h + 1, (), generator=generator))
             break
     else:  # an image much longer than it is wide has no such part: take its middle
         w = h = min(image.width, image.height)
         left, top = (image.width - w) // 2, (image.height - h) // 2
     image = image.resize((width, height), Image.Resampling.BICUBIC, box=(left, top, left + w, top + h))
-    return ImageOps.mirror(image) if float(torch.rand(())) < 0.5 else image
+    return ImageOps.mirror(image) if float(torch.rand((), generator=generator)) < 0.5 else image

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate.utils import broadcast_object_list
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -25,7 +26,15 @@ from transformers.trainer_utils import TrainOutput, has_length
 from transformers.utils import logging
 
 from .config import LucaConfig
-from .features import FeatureDataset, ImageCollator, extract_features, image_size
+from .features import (
+    FeatureDataset,
+    ImageCollator,
+    default_cache_dir,
+    digest_images,
+    extract_features,
+    features_key,
+    image_size,
+)
 from .hub import load_experts, save_experts, tuner_of, write_json
 from .metrics import forgetting, summarize
 from .model import LucaModel, check_expert_name, find_head
@@ -41,8 +50,13 @@ RESULTS_FORMAT = 1
 SETTINGS = (
     "recipe learning_rate num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps optim "
     "optim_args lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm label_smoothing_factor "
-    "l1_weight negatives augmentation schedule_per_epoch class_mean_rows router seed data_seed"
+    "l1_weight negatives augmentation augmented_views schedule_per_epoch class_mean_rows router seed data_seed "
+    "features_dtype on_bad_image"
 ).split()
+
+
+# Arguments that have values of their own while a task is learnt.
+WITHIN_A_TASK = "seed dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers".split()
 
 
 class ContinualTrainer(Trainer):
@@ -117,6 +131,7 @@ class ContinualTrainer(Trainer):
         self.luca_config = template
         self._records: list[dict[str, Any]] = []  # one per task learnt, as results.json has them
         self._features: dict[tuple[str, str], FeatureDataset] = {}
+        self._digests: dict[tuple[str, str], str] = {}
         self._task: Task | None = None  # the one that is being learnt
         self._steps_before = 0
         self._loss_parts: dict[str, Tensor] = {}
@@ -221,32 +236,61 @@ class ContinualTrainer(Trainer):
 
     def features(self, task: Task, split: str) -> FeatureDataset:
         """
-        [CLS] of a task's images with the stream's global labels, computed once.
+        [CLS] of a task's images with the stream's global labels, computed once and kept in `args.features_cache_dir`.
+        With several processes each computes a part, so that all have to ask.
 
         Args:
             task ([`Task`]): A task of the stream.
             split (`str`): `"train"` or `"test"`.
 
         Returns:
-            [`FeatureDataset`]: `features` (images, d), `labels` (images,), on the CPU.
+            [`FeatureDataset`]: `features` (images, d), in `args.features_dtype`, `labels` (images,), on the CPU.
         """
         key = (task.name, split)
         if key not in self._features:
-            dataset = task.train if split == "train" else task.test
-            if dataset is None:
-                raise ValueError(f"task {task.name!r} has no {split} images.")
-            device, backbone = self.args.device, self.tuner.backbone
-            self.model.eval()
-            self._features[key] = extract_features(
-                lambda pixels: self.tuner.pooled_features(pixels.to(device, backbone.dtype)),
-                dataset,
-                ImageCollator(self.processing_class, self.stream.image_column),
-                self.args.per_device_eval_batch_size,
-                self.args.dataloader_num_workers,
-                f"{task.name}: [CLS] of the {split} images",
-                self.args.disable_tqdm,
-            )
+            self._features[key] = self._extract(task, split)
         return self._features[key]
+
+    def _extract(self, task: Task, split: str, view: int | None = None) -> FeatureDataset:
+        """[CLS] of a task's images as they are, or of one augmented view of them."""
+        dataset = task.train if split == "train" else task.test
+        if dataset is None:
+            raise ValueError(f"task {task.name!r} has no {split} images.")
+        args, backbone = self.args, self.tuner.backbone
+        collator = ImageCollator(
+            self.processing_class, self.stream.image_column, None, view is not None, view, args.seed
+        )
+        key = ""
+        if self.is_world_process_zero():
+            if (task.name, split) not in self._digests:
+                self._digests[task.name, split] = digest_images(dataset, self.stream.image_column)
+            key = features_key(backbone, collator, self._digests[task.name, split], args.features_dtype)
+        (key,) = broadcast_object_list([key])
+        self.model.eval()
+        features = extract_features(
+            lambda pixels: self.tuner.pooled_features(pixels.to(args.device, backbone.dtype)),
+            dataset,
+            collator,
+            args.per_device_eval_batch_size,
+            args.dataloader_num_workers,
+            f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}"),
+            args.disable_tqdm,
+            path=Path(args.features_cache_dir or default_cache_dir()) / f"{key}.arrow",
+            dtype=args.features_dtype,
+            on_bad_image=args.on_bad_image,
+            writes=args.should_save,
+            loader_options={
+                "pin_memory": args.dataloader_pin_memory,
+                "multiprocessing_context": args.dataloader_multiprocessing_context,
+                "prefetch_factor": args.dataloader_prefetch_factor,
+            },
+        )
+        if features.skipped and view is None:
+            self._say(
+                f"{task.name}: {len(features.skipped)} of {len(dataset)} {split} images cannot be read and are left "
+                f"out, first row {features.skipped[0]}"
+            )
+        return features
 
     # ---- within a task -------------------------------------------------------------------------------------------
 
@@ -335,20 +379,27 @@ class ContinualTrainer(Trainer):
         seen = self.args.negatives == "seen"
         classes = self.tuner.classes if seen else task.classes
         model_input: AbstractContextManager[None]
-        before = (self.train_dataset, self.eval_dataset, self.data_collator, self.args.seed)
+        before = (self.train_dataset, self.eval_dataset, self.data_collator)
+        arguments = {name: getattr(self.args, name) for name in WITHIN_A_TASK}
         evaluating = self.args.eval_strategy != "no"
-        if self.args.cache_features and not self.args.augmentation:
-            splits = [self.features(task, "train"), self.features(task, "test") if evaluating else None]
-            datasets = [s and FeatureDataset(s.features, self._ids(s.labels, classes)) for s in splits]
+        if self.args.cache_features and (self.args.augmented_views or not self.args.augmentation):
+            views = [self._extract(task, "train", view) for view in range(self.args.augmented_views)]
+            splits = [views[0] if views else self.features(task, "train")]
+            splits += [self.features(task, "test")] if evaluating else []
+            datasets: list[Any] = [FeatureDataset(s.features, self._ids(s.labels, classes)) for s in splits]
+            datasets[0].views = [view.features for view in views]
             self.data_collator, model_input = FeatureDataset.collate, self.tuner.taking_features()
+            # Rows of a memory map need no workers; those are for images.
+            self.args.dataloader_num_workers, self.args.dataloader_prefetch_factor = 0, None
+            self.args.dataloader_persistent_workers = False
         else:
-            datasets = [task.train, task.test]
+            datasets = [self._readable(task, "train"), self._readable(task, "test") if evaluating else None]
             ids = {i: classes.index(name) for i, name in enumerate(self.stream.classes) if name in classes}
             self.data_collator = ImageCollator(
                 self.processing_class, self.stream.image_column, ids, bool(self.args.augmentation)
             )
             model_input = nullcontext()
-        self.train_dataset, self.eval_dataset = datasets
+        self.train_dataset, self.eval_dataset = (*datasets, None)[:2]
         # Every task has an optimizer and a schedule of its own, and draws from a seed that its classes alone decide.
         self.optimizer = self.lr_scheduler = None
         self.model_wrapped = self.callback_handler.model = self.model
@@ -362,10 +413,20 @@ class ContinualTrainer(Trainer):
         finally:
             self._task = None
             self.tuner.set_over_all_classes(False)
-            self.train_dataset, self.eval_dataset, self.data_collator, self.args.seed = before
+            self.train_dataset, self.eval_dataset, self.data_collator = before
+            for name, value in arguments.items():
+                setattr(self.args, name, value)
             # Mixed precision wraps the model's forward anew in every train(): take the wrapper off.
             self.model = self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
             self.model_wrapped = self.model
+
+    def _readable(self, task: Task, split: str) -> Any:
+        """A task's images, without those that cannot be read where such are to be skipped."""
+        dataset: Any = task.train if split == "train" else task.test
+        if self.args.on_bad_image == "raise":
+            return dataset
+        skipped = self.features(task, split).skipped
+        return dataset.select(np.delete(np.arange(len(dataset)), skipped)) if skipped else dataset
 
     def _follow_labels(self) -> None:
         """Images that are evaluated have the stream's labels, the model's logits the order of its experts."""

@@ -9,6 +9,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
+from .cache import STORAGE
 from .config import OWN_RECIPE
 from .routing import get_router
 
@@ -74,7 +75,17 @@ class ContinualTrainingArguments(TrainingArguments):
         class_mean_rows (`bool`, *optional*, defaults to `True`):
             After a task, replace its cosine rows by the class means of the adapted features.
         cache_features (`bool`, *optional*, defaults to `True`):
-            Compute [CLS] once per image and task where there is no augmentation, and train on that.
+            Where there is no augmentation, or a number of augmented views, train on [CLS] from the cache. Otherwise
+            the backbone runs in every epoch. What is evaluated always comes from the cache.
+        augmented_views (`int`, *optional*, defaults to `0`):
+            Compute [CLS] of so many augmented views of each image, and train on them in turns, one an epoch; switches
+            `augmentation` on. With `0` an augmentation is drawn afresh, and the backbone runs, in every epoch.
+        features_cache_dir (`str`, *optional*):
+            Where [CLS] is kept, for later runs too. By default `peft_luca` in the cache of `datasets`.
+        features_dtype (`str`, *optional*, defaults to `"float32"`):
+            How [CLS] is stored: `"float32"`, `"float16"` or `"bfloat16"`.
+        on_bad_image (`str`, *optional*, defaults to `"raise"`):
+            An image that cannot be read stops the run (`"raise"`), or is left out and counted (`"skip"`).
         router (`str`, *optional*, defaults to `"entropy"`):
             Who answers each image once tasks are learnt; see [`LucaModel.set_router`].
     """
@@ -101,11 +112,32 @@ class ContinualTrainingArguments(TrainingArguments):
     schedule_per_epoch: bool | None = field(default=None, metadata={"help": "Change the learning rate per epoch."})
     class_mean_rows: bool = field(default=True, metadata={"help": "Replace rows by class means after a task."})
     cache_features: bool = field(default=True, metadata={"help": "Compute [CLS] once per image and task."})
+    augmented_views: int = field(default=0, metadata={"help": "Augmented views of each image to compute [CLS] of."})
+    features_cache_dir: str | None = field(default=None, metadata={"help": "Where [CLS] is kept."})
+    features_dtype: str = field(
+        default="float32", metadata={"help": "How [CLS] is stored.", "choices": tuple(STORAGE)}
+    )
+    on_bad_image: str = field(
+        default="raise", metadata={"help": "What an image does that cannot be read.", "choices": ("raise", "skip")}
+    )
     router: str = field(default="entropy", metadata={"help": "Who answers each image once tasks are learnt."})
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
             raise ValueError(f"recipe must be one of {', '.join(map(repr, RECIPES))}, got {self.recipe!r}.")
+        if self.augmented_views < 0:
+            raise ValueError(f"augmented_views must be 0 or a number of views, got {self.augmented_views}.")
+        if self.augmented_views:
+            if self.augmentation is False or not self.cache_features:
+                raise ValueError(
+                    f"augmented_views={self.augmented_views} keeps [CLS] of augmented images: it goes with neither "
+                    "augmentation=False nor cache_features=False."
+                )
+            self.augmentation = True
+        if self.features_dtype not in STORAGE:
+            raise ValueError(f"features_dtype must be one of {', '.join(STORAGE)}, got {self.features_dtype!r}.")
+        if self.on_bad_image not in ("raise", "skip"):
+            raise ValueError(f"on_bad_image must be 'raise' or 'skip', got {self.on_bad_image!r}.")
         recipe = dict(RECIPES[self.recipe])
         if self.optim is not None:
             del recipe["optim_args"]  # they belong to the recipe's optimizer
