@@ -231,7 +231,7 @@ class FeatureDataset(Dataset[dict[str, Tensor]]):
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         # A whole batch at once: the loader's default, row by row and stacked again, costs more than the training step.
-        rows = torch.tensor(indices)
+        rows = torch.tensor(indices, dtype=torch.long)
         return {"features": _widen(self.features.index_select(0, rows)), "labels": self.labels.index_select(0, rows)}
 
     @staticmethod
@@ -495,6 +495,9 @@ class ImageCollator:
         self.seed = seed
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        if not rows:  # a process's part of a short batch: nothing, in the right shape
+            blank = self.processing_class(images=[Image.new("RGB", (32, 32))], return_tensors="pt")["pixel_values"]
+            return {"pixel_values": blank[:0], "labels": torch.zeros(0, dtype=torch.long)}
         images = [to_rgb(row[self.image_column]) for row in rows]
         sized = {}
         if self.augmentation:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import EvalPrediction, ProgressCallback, Trainer, set_seed
-from transformers.trainer_utils import TrainOutput, has_length
+from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 from transformers.utils import logging
 
 from .config import LucaConfig
@@ -36,6 +38,7 @@ from .features import (
     image_size,
 )
 from .hub import load_experts, save_experts, tuner_of, write_json
+from .learning import EpochBatches, EpochLoader, FeatureHead
 from .metrics import forgetting, summarize
 from .model import LucaModel, check_expert_name, find_head
 from .streams import DatasetLike, Task, TaskStream
@@ -306,9 +309,16 @@ class ContinualTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs.pop("labels")
         outputs = model(**inputs)
+        logits = outputs.logits.to(torch.promote_types(outputs.logits.dtype, torch.float32))
+        shared = model.training and self.accelerator.num_processes > 1
         cross_entropy = F.cross_entropy(
-            outputs.logits.float(), labels, label_smoothing=self.args.label_smoothing_factor
+            logits, labels, label_smoothing=self.args.label_smoothing_factor, reduction="sum" if shared else "mean"
         )
+        if shared:
+            # Gradients are averaged over the processes, whose parts of a short batch may differ: with this the mean
+            # is the one over the whole batch.
+            in_all = self.accelerator.reduce(torch.tensor(len(labels), device=logits.device))
+            cross_entropy = cross_entropy * self.accelerator.num_processes / in_all
         l1 = (self.args.l1_weight or 0.0) * self.tuner.l1_penalty(self._task.name)
         if model.training:
             for name, part in (("cross_entropy", cross_entropy), ("l1_penalty", l1)):
@@ -319,7 +329,8 @@ class ContinualTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._loss_batches:
-            logs |= {name: float(part) / self._loss_batches for name, part in self._loss_parts.items()}
+            parts = {name: self.accelerator.reduce(part, "mean") for name, part in self._loss_parts.items()}
+            logs |= {name: float(part) / self._loss_batches for name, part in parts.items()}
             self._loss_parts, self._loss_batches = {}, 0
         # Every task counts its own steps from 0; what is logged runs on across tasks.
         own_step = self.state.global_step
@@ -328,6 +339,36 @@ class ContinualTrainer(Trainer):
             super().log(logs, start_time)
         finally:
             self.state.global_step = own_step
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        args, processes = self.args, self.accelerator.num_processes
+        if self._task is None or args.train_sampling_strategy != "random":
+            return super().get_train_dataloader()
+        seed = torch.random.initial_seed() if args.data_seed is None else args.data_seed
+        dataset: Any = self.train_dataset
+        return EpochLoader(
+            dataset,
+            batch_sampler=EpochBatches(
+                len(dataset),
+                self._train_batch_size * processes,
+                seed,
+                args.process_index,
+                processes,
+                args.dataloader_drop_last,
+            ),
+            collate_fn=self.data_collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+        )
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if training and self._task is not None and self.data_collator is FeatureDataset.collate:
+            return self.accelerator.prepare_model(FeatureHead(self.tuner.layer))
+        return super()._wrap_model(model, training, dataloader)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not self.args.schedule_per_epoch or self.lr_scheduler is not None:
@@ -417,8 +458,7 @@ class ContinualTrainer(Trainer):
             for name, value in arguments.items():
                 setattr(self.args, name, value)
             # Mixed precision wraps the model's forward anew in every train(): take the wrapper off.
-            self.model = self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
-            self.model_wrapped = self.model
+            self.model = self.model_wrapped = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
 
     def _readable(self, task: Task, split: str) -> Any:
         """A task's images, without those that cannot be read where such are to be skipped."""
@@ -460,8 +500,16 @@ class ContinualTrainer(Trainer):
         self._say(_task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes)))
         self.log({f"stage_{name}": value for name, value in figures.items() if isinstance(value, float)})
 
-    @torch.no_grad()
     def _measure(self) -> dict[str, list[float | None]]:
+        """What `_measure_here` returns, computed once for all processes."""
+        for task in (task for task in self.stream if task.name in self._learnt and task.test is not None):
+            self.features(task, "test")  # every process takes its part
+        measured = [self._measure_here() if self.is_world_process_zero() else None]
+        (whole,) = broadcast_object_list(measured)
+        return whole
+
+    @torch.no_grad()
+    def _measure_here(self) -> dict[str, list[float | None]]:
         """Per task learnt: routed accuracy, share of images that the task's own expert answered, and accuracy of that
         expert over its own classes (the task known)."""
         layer, experts = self.tuner.layer, list(self.tuner.experts)
