@@ -16,7 +16,7 @@ ROW_INITS = ("class_means", "random", "zeros")
 POOLED = ("cls", "any")
 
 # What a field left at None becomes, unless a recipe of the trainer fills it first.
-OWN_RECIPE: dict[str, Any] = {"scale": 30.0, "positive_scale": True, "init_rows": "class_means", "reference": True}
+OWN_RECIPE: dict[str, Any] = {"scale": 20.0, "positive_scale": True, "init_rows": "class_means", "reference": True}
 
 
 @dataclass
@@ -44,7 +44,7 @@ class LucaConfig(PeftConfig):
         head (`str`, *optional*, defaults to `"cosine"`):
             `"cosine"`: logits σ · cos(LuCA(z), row). `"linear"`: rows and a bias; such an expert scores only its own
             classes, and routes by them.
-        scale (`float`, *optional*, defaults to `30.0`):
+        scale (`float`, *optional*, defaults to `20.0`):
             Where σ, the learned scale of the cosine rows, starts.
         positive_scale (`bool`, *optional*, defaults to `True`):
             Use |σ|, which cannot turn negative. `False` is the authors' free σ.
