@@ -90,19 +90,14 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         """Add an expert. Its config must be resolved and its classes known."""
         assert config.classes is not None
         d, classes = self.width, len(config.classes)
-        widths = (config.adapter_width or d // config.reduction, config.calibrator_width or d // config.reduction)
-        if min(widths) < 1:
-            raise ValueError(
-                f"reduction is {config.reduction}, but [CLS] is only {d} wide: take a reduction of at most {d}, or "
-                "set adapter_width and calibrator_width."
-            )
+        adapter_width, calibrator_width = config.widths(d)
         if config.arrangement != "calibrator":
-            self.luca_adapter_down[adapter_name] = _xavier(nn.Linear(d, widths[0]))
-            self.luca_adapter_up[adapter_name] = _xavier(nn.Linear(widths[0], d))
+            self.luca_adapter_down[adapter_name] = _xavier(nn.Linear(d, adapter_width))
+            self.luca_adapter_up[adapter_name] = _xavier(nn.Linear(adapter_width, d))
             self.luca_adapter_norm[adapter_name] = nn.LayerNorm(d)
         if config.arrangement != "adapter":
-            self.luca_calibrator_down[adapter_name] = _xavier(nn.Linear(d, widths[1], bias=False))
-            self.luca_calibrator_up[adapter_name] = _xavier(nn.Linear(widths[1], d, bias=False))
+            self.luca_calibrator_down[adapter_name] = _xavier(nn.Linear(d, calibrator_width, bias=False))
+            self.luca_calibrator_up[adapter_name] = _xavier(nn.Linear(calibrator_width, d, bias=False))
         rows = torch.zeros(classes, d)
         if config.init_rows != "zeros":
             nn.init.normal_(rows, std=d**-0.5)
@@ -139,6 +134,13 @@ class LucaLayer(nn.Module, BaseTunerLayer):
 
     def unmerge(self) -> None:
         raise NotImplementedError(MERGE_REFUSED)
+
+    def is_untrained(self, adapter_name: str) -> bool:
+        """Whether an expert is as it was made: no optimizer leaves σ, or a linear head's bias, where it was."""
+        config = self.configs[adapter_name]
+        if config.head == "linear":
+            return not bool(self.luca_class_bias[adapter_name].any())
+        return self.luca_scale[adapter_name].item() == config.scale
 
     def expected_keys(self, adapter_name: str) -> set[str]:
         """Names, relative to the layer, of every tensor that belongs to an expert."""

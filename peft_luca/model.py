@@ -93,15 +93,14 @@ class LucaModel(BaseTuner):
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         head = find_head(model, peft_config)
+        if peft_config.target_modules is None:
+            peft_config.filled.add("target_modules")
         peft_config.target_modules = [head.name]
         if peft_config.classes is None:
             peft_config.classes = self._base_outputs.names(model.get_submodule(head.name))
+            peft_config.filled.add("classes")
         peft_config.resolve()
-        if peft_config.head == "linear" and len(peft_config.classes) < 2:
-            raise ValueError(
-                f"an expert with a linear head needs at least two classes, got {peft_config.classes!r}: over a single "
-                "class it is always certain. Use head='cosine'."
-            )
+        peft_config.check_head(peft_config.classes)
         if peft_config.fingerprint is None:
             peft_config.fingerprint = BackboneFacts.of(model, head.name).fingerprint
 
@@ -354,17 +353,24 @@ class LucaModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        # The last point before the weights arrive at which PEFT lets a tuner see them: the backbone is checked here.
+        # The last point before the weights arrive at which PEFT lets a tuner see them.
+        remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
+            model, config, adapter_name, state_dict
+        )
         try:
+            path, layer = find_layer(model)
+            missing = {f"{path}.{key}" for key in layer.expected_keys(adapter_name)} - set(remapped)
+            if missing:
+                raise ValueError(
+                    f"the file of expert {adapter_name!r} lacks {sorted(missing)}. It is not whole, or was made by "
+                    "another configuration: nothing of it was loaded."
+                )
             check_backbone(model, config, adapter_name, state_dict)
         except ValueError:
             if isinstance(model, PeftModel):
                 tuner: Any = model.base_model
                 tuner.unload() if len(tuner.peft_config) == 1 else tuner.delete_adapter(adapter_name)
             raise
-        remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
-            model, config, adapter_name, state_dict
-        )
         return remapped
 
     # ---- labels and loss -----------------------------------------------------------------------------------------
