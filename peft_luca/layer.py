@@ -76,6 +76,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         self.luca_reference_mean = BufferDict(persistent=True)
         self.luca_reference_std = BufferDict(persistent=True)
         self.configs: dict[str, LucaConfig] = {}
+        self.base_outputs: Any = None  # labels and loss of the base model, kept by LucaModel
         self.router: Router | None = None
         self.router_options: dict[str, Any] = {}
         # An active expert answers over its own classes, as any PEFT model, or over all: the paper's training needs it.
@@ -154,16 +155,19 @@ class LucaLayer(nn.Module, BaseTunerLayer):
 
     # ---- the way of the data -------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
         """
-        What entered the head, (batch, input width) → logits: the active expert's (batch, K); with a router (batch, C);
-        the untouched head's when adapters are disabled. Within [`reading_features`], [CLS] itself, (batch, d).
+        What entered the head, (batch, input width) → logits: the active expert's (batch, K); with a router, or with
+        an expert named for each image, (batch, C); the untouched head's when adapters are disabled. Within
+        [`reading_features`], [CLS] itself, (batch, d).
         """
         if not torch.compiler.is_compiling() and _READ_FEATURES.get():
             return self.pooled(x)
         if self.disable_adapters or not self.active_adapters:
             output: Tensor = self.base_layer(x, *args, **kwargs)
             return output
+        if adapter_names is not None:
+            return self.mixed(self.pooled(x), adapter_names)
         return self.answer(self.pooled(x))
 
     def answer(self, z: Tensor) -> Tensor:
@@ -175,6 +179,20 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             return self.own_scores(z, name)
         scores, known = self.scores(z, [name])
         return (scores if self.class_index.complete else fill_unknown(scores, known))[:, 0]
+
+    def mixed(self, z: Tensor, adapter_names: list[str]) -> Tensor:
+        """[CLS], (batch, d), and who answers each → logits over the global label space, (batch, C)."""
+        if len(adapter_names) != len(z):
+            raise ValueError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{len(adapter_names)} and {len(z)} respectively."
+            )
+        logits: dict[int, Tensor] = {}
+        for name in dict.fromkeys(adapter_names):
+            images = [i for i, other in enumerate(adapter_names) if other == name]
+            scores, known = self.scores(z[images], [name])  # (images, 1, C)
+            logits.update(zip(images, fill_unknown(scores, known)[:, 0], strict=True))
+        return torch.stack([logits[i] for i in range(len(z))])
 
     def pooled(self, x: Tensor) -> Tensor:
         """[CLS], (batch, d), from what entered the head. Detached: the trunk is frozen."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
+from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
@@ -43,7 +44,7 @@ NOT_CLS = (
 # same one: float16 and bfloat16 copies lie below 0.01, other weights above 1 (tests/test_fingerprint.py).
 BACKBONE_TOLERANCE = 0.05
 
-NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
 class LucaModel(BaseTuner):
@@ -78,21 +79,34 @@ class LucaModel(BaseTuner):
     peft_config: dict[str, Any]
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT's name; the head is found in _prepare_model
 
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if isinstance(model, PeftModel):
+            raise ValueError(
+                f"this model is a PeftModel with {model.peft_type} adapters already. LuCA goes on what is inside: "
+                "pass model.get_base_model(), in which those adapters stay at work as a frozen part of the backbone."
+            )
+        # Adapters of another method inside the backbone keep their own configs, which PEFT would mix with ours.
+        foreign = vars(model).get("peft_config") or {}
+        self_made = all(isinstance(config, LucaConfig) for config in foreign.values())
+        if not self_made:
+            del model.peft_config
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        self._backbone_peft_config = None if self_made else foreign
+
     # ---- what PEFT calls when an expert is added -----------------------------------------------------------------
 
     def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
         self._base_outputs = _Outputs.of(model)
-
-    def _check_new_adapter_config(self, config: Any) -> None:
-        super()._check_new_adapter_config(config)
-        name = next(name for name, known in self.peft_config.items() if known is config)
-        check_expert_name(name, self.model)
+        for layer in _luca_layers(model):  # injected by another tuner, which has changed the model's labels since
+            self._base_outputs = layer.base_outputs
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> LucaConfig:
         return peft_config  # PEFT's version looks the targets up by model type alone; see _prepare_model
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         head = find_head(model, peft_config)
+        adapter_name = next(name for name, known in self.peft_config.items() if known is peft_config)
+        check_expert_name(adapter_name, model, head.name)
         peft_config.target_modules = [head.name]
         if peft_config.classes is None:
             peft_config.classes = self._base_outputs.names(model.get_submodule(head.name))
@@ -120,6 +134,7 @@ class LucaModel(BaseTuner):
             return
         head = find_head(self.model, peft_config)
         layer = LucaLayer(target, width=head.width, input_width=head.input_width)
+        layer.base_outputs = self._base_outputs
         layer.set_adapter(self.active_adapters)
         layer.update_layer(adapter_name, peft_config)
         self._replace_module(parent, target_name, layer, target)
@@ -130,9 +145,14 @@ class LucaModel(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         # PEFT sets the active adapter again at the end; adding an expert must not switch the router off.
-        router = (self.layer.router, self.layer.router_options) if self.targeted_module_names else (None, {})
+        layers = _luca_layers(model)
+        router = (layers[0].router, layers[0].router_options) if layers else (None, {})
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         self.layer.router, self.layer.router_options = router
+        own = {id(parameter) for parameter in self.layer.parameters()}
+        for parameter in self.model.parameters():
+            if id(parameter) not in own:  # PEFT leaves other adapters in the backbone trainable
+                parameter.requires_grad = False
         self._follow_outputs()
 
     # ---- PEFT's verbs --------------------------------------------------------------------------------------------
@@ -150,6 +170,8 @@ class LucaModel(BaseTuner):
                 f"one expert is active at a time, got {names}. Use set_router('entropy') to ask all experts and let "
                 "the most certain one answer each image."
             )
+        if not set(names) <= set(self.peft_config):
+            raise ValueError(f"there is no expert {names[0]!r}. The model has {', '.join(self.peft_config)}.")
         super().set_adapter(adapter_name, inference_mode=inference_mode)
         if self.targeted_module_names:
             self.layer.router, self.layer.router_options = None, {}
@@ -168,20 +190,67 @@ class LucaModel(BaseTuner):
                 "the backbone back."
             )
         with warnings.catch_warnings():
-            # PEFT warns that another expert is active now. With the router on none is, and otherwise we say it.
-            warnings.filterwarnings("ignore", message=f"Adapter {re.escape(adapter_name)} was active")
+            if self.targeted_module_names and self.layer.router is not None:
+                # PEFT warns that another expert is active now, but with the router on every expert is asked anyhow.
+                warnings.filterwarnings("ignore", message=f"Adapter {re.escape(adapter_name)} was active")
             super().delete_adapter(adapter_name)
         self._follow_outputs()
 
     def _enable_adapter_layers(self, enabled: bool = True) -> None:
-        super()._enable_adapter_layers(enabled)
+        # Not super()'s, which would disable the adapters of other methods inside the backbone as well.
+        self.layer.enable_adapters(enabled)
         self._follow_outputs()
 
+    @contextmanager
+    def _enable_peft_forward_hooks(
+        self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any
+    ) -> Iterator[None]:
+        """
+        Let the experts in `adapter_names`, one for each image of the batch, answer over the global label space: what
+        `model(pixel_values, adapter_names=[...])` calls.
+        """
+        if adapter_names is None:
+            yield
+            return
+        if self.training:
+            raise ValueError(
+                "Cannot pass `adapter_names` when the model is in training mode. Call model.eval() first."
+            )
+        if "__base__" in adapter_names:
+            raise ValueError(
+                "adapter_names has '__base__', but the base model's own head knows other classes than the experts do, "
+                "so that one batch cannot hold both answers. Run those images within `model.disable_adapter()`."
+            )
+        unknown = sorted(set(adapter_names) - set(self.experts))
+        if unknown:
+            raise ValueError(
+                f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}. The model has "
+                f"{', '.join(self.experts)}."
+            )
+        handle = self.layer.register_forward_pre_hook(
+            lambda layer, inputs, named: (inputs, {**named, "adapter_names": list(adapter_names)}), with_kwargs=True
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def unload(self) -> nn.Module:
-        """Take the experts off and give back the model as it was."""
-        model: nn.Module = super().unload()
-        self._base_outputs.apply(model)
+        """Take the experts off and give back the model as it was. Other methods' adapters inside it stay."""
+        parent, _, head = self.targeted_module_names[0].rpartition(".")
+        setattr(self.model.get_submodule(parent), head, self.layer.base_layer)
+        del self.model.peft_config
+        if self._backbone_peft_config is not None:
+            self.model.peft_config = self._backbone_peft_config
+        self._base_outputs.apply(self.model)
+        model: nn.Module = self.model
         return model
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "LuCA experts cannot be averaged: each has rows for its own classes, and none is a change of the same "
+            "weights. Keep them side by side and let set_router('entropy') choose for each image."
+        )
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(MERGE_REFUSED)
@@ -211,7 +280,7 @@ class LucaModel(BaseTuner):
     @property
     def experts(self) -> dict[str, tuple[str, ...]]:
         """Names of the experts, in their order, with their classes."""
-        return {name: tuple(config.classes) for name, config in self.peft_config.items()}
+        return {name: tuple(config.classes or ()) for name, config in self.layer.configs.items()}
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -337,17 +406,15 @@ class LucaModel(BaseTuner):
         state_dict: dict[str, Tensor],
         unwanted_adapter_names: list[str],
     ) -> dict[str, Tensor]:
-        selected: dict[str, Tensor] = super()._get_adapter_state_dict(
-            model, config, adapter_name, state_dict, unwanted_adapter_names
-        )
+        # Not super()'s, which would take the tensors of other methods' adapters inside the backbone as well.
         path, layer = find_layer(model)
-        expected = {f"{path}.{key}" for key in layer.expected_keys(adapter_name)}
-        if expected != set(selected):
+        expected = [f"{path}.{key}" for key in sorted(layer.expected_keys(adapter_name))]
+        lost = [key for key in expected if key not in state_dict]
+        if lost:
             raise RuntimeError(
-                f"saving expert {adapter_name!r} would lose {sorted(expected - set(selected))} and add "
-                f"{sorted(set(selected) - expected)}. Nothing was written. Give the experts other names."
+                f"saving expert {adapter_name!r} would lose {lost}. Nothing was written. Give the experts other names."
             )
-        return selected
+        return {key: state_dict[key] for key in expected}
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -505,34 +572,45 @@ def find_head(model: Any, config: LucaConfig) -> Head:
     return Head(name, input_width, input_width)
 
 
+def _luca_layers(model: nn.Module) -> list[LucaLayer]:
+    return [module for module in model.modules() if isinstance(module, LucaLayer)]
+
+
 def find_layer(model: nn.Module) -> tuple[str, LucaLayer]:
     """Name and module of the LuCA layer within a model, wrapped in a PeftModel or not."""
     return next((name, module) for name, module in model.named_modules() if isinstance(module, LucaLayer))
 
 
-def check_expert_name(name: str, model: nn.Module) -> None:
+def check_expert_name(name: str, model: nn.Module, head_name: str = "") -> None:
     """
     Refuse an expert's name with which PEFT loses tensors when saving, or which a module or a folder cannot have.
+
+    PEFT tells experts apart by the parts of a tensor's name, so that no part may be an expert's name as well. The
+    names of the backbone's modules are refused too, apart from bare numbers, for tasks are often numbered.
 
     Raises:
         ValueError: with the rule.
     """
-    parts = {part for module_name, _ in model.named_modules() for part in module_name.split(".")}
-    reserved = {"base_model", "model", "base_layer", "weight", "bias"} | parts
-    containers = (nn.ModuleDict(), nn.ParameterDict())
+    layers = _luca_layers(model)
+    inside = tuple(f"{key}." for key, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+    parts = {part for key, _ in model.named_modules() if not key.startswith(inside) for part in key.split(".")}
+    reserved = {"base_model", "model", "base_layer", "weight", "bias", *head_name.split(".")}
+    reserved |= {part for part in parts if not part.isdecimal()}
+    containers = (nn.ModuleDict(), nn.ParameterDict(), BufferDict())
     taken = name in reserved or name.startswith("luca") or any(hasattr(container, name) for container in containers)
-    if not NAME_RULE.fullmatch(name) or (taken and not _is_expert(name, model)):
+    if not NAME_RULE.fullmatch(name) or taken:
         raise ValueError(
-            f"an expert cannot be called {name!r}. Names are made of letters, digits, '_' and '-', start with a "
-            "letter or digit, do not start with 'luca', and are none of the model's own names (such as 'classifier', "
-            "'weight' or 'keys'): with those PEFT loses tensors when it saves."
+            f"an expert cannot be called {name!r}. Names are made of letters, digits, '_' and '-', at most 128 of "
+            "them, start with a letter or digit, do not start with 'luca', and are none of the model's own names "
+            "(such as 'classifier', 'weight' or 'keys'): with those PEFT loses tensors when it saves."
         )
-
-
-def _is_expert(name: str, model: nn.Module) -> bool:
-    """Whether the name is among the module names only because an expert has it."""
-    layers = [module for module in model.modules() if isinstance(module, LucaLayer)]
-    return any(name in layer.configs for layer in layers)
+    for layer in layers:
+        alike = [other for other in layer.configs if other != name and other.lower() == name.lower()]
+        if alike:
+            raise ValueError(
+                f"an expert cannot be called {name!r}, for there is one called {alike[0]!r}: on file systems that do "
+                "not tell capital letters from small ones they would be saved into one folder. Take another name."
+            )
 
 
 def _is_identity(mean: Tensor, std: Tensor) -> bool:
