@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
@@ -548,6 +549,11 @@ def find_head(model: Any, config: LucaConfig) -> Head:
     module = model.get_submodule(name)
     if isinstance(module, LucaLayer):
         return Head(name, module.width, module.input_width)
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        raise ValueError(
+            f"the head {name!r} of {kind} belongs to another adapter, by its modules_to_save or the like, which PEFT "
+            "would write into the expert's files. Make that adapter part of the backbone first: merge_and_unload()."
+        )
     input_width = getattr(module, "in_features", None) or getattr(model_config, "hidden_size", None)
     if not isinstance(input_width, int) or not (hasattr(module, "in_features") or isinstance(module, nn.Identity)):
         raise ValueError(

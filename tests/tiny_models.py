@@ -39,7 +39,7 @@ def expert_config(classes: list[str] | None = None, **kwargs: Any) -> LucaConfig
     return LucaConfig(classes=ANIMALS if classes is None else classes, reduction=4, **kwargs)
 
 
-def with_experts(model: nn.Module | None = None, **experts: list[str]) -> PeftModel:
+def with_experts(model: nn.Module | None = None, /, **experts: list[str]) -> PeftModel:
     """A model with experts of random weights, called as the keywords; the first one is active."""
     model = tiny_vit() if model is None else model
     for name, classes in experts.items():
