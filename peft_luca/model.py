@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from .config import LucaConfig
 from .features import BackboneFacts, reference_distance
@@ -23,24 +24,11 @@ from .layer import MERGE_REFUSED, LucaLayer, reading_features
 from .routing import Router, RoutingOutput, get_router
 
 
-# What enters the head, by `config.model_type`; see docs/concepts.md. Everything else needs `target_modules`.
+# What enters the head, by `config.model_type`; see docs/architectures.md. transformers' other image classifiers hand
+# over another pooled vector; a model that is none of them needs `target_modules`.
 CLS_FIRST = ("vit", "vit_msn", "deit", "pvt")
 CLS_AND_PATCHES = ("dinov2", "dinov2_with_registers")  # [CLS] and the patches' mean side by side
 CLS_UNLESS_POOLED = ("beit", "data2vec-vision")  # the patches' mean when config.use_mean_pooling
-NOT_CLS = (
-    "clip",
-    "metaclip_2",
-    "siglip",
-    "siglip2",
-    "ijepa",
-    "swin",
-    "swinv2",
-    "convnext",
-    "convnextv2",
-    "pvt_v2",
-    "resnet",
-)
-
 # Largest distance of [CLS] on the reference pictures, in deviations, at which another backbone still counts as the
 # same one: float16 and bfloat16 copies lie below 0.01, other weights above 1 (tests/test_fingerprint.py).
 BACKBONE_TOLERANCE = 0.05
@@ -554,18 +542,29 @@ def find_head(model: Any, config: LucaConfig) -> Head:
             f"the head {name!r} of {kind} belongs to another adapter, by its modules_to_save or the like, which PEFT "
             "would write into the expert's files. Make that adapter part of the backbone first: merge_and_unload()."
         )
-    input_width = getattr(module, "in_features", None) or getattr(model_config, "hidden_size", None)
-    if not isinstance(input_width, int) or not (hasattr(module, "in_features") or isinstance(module, nn.Identity)):
+    hidden_size = getattr(model_config, "hidden_size", None)
+    if isinstance(module, nn.Identity):  # of a base without labels
+        input_width = hidden_size
+        if input_width is None:
+            raise ValueError(
+                f"the head {name!r} of {kind} is an Identity of unknown width: config.hidden_size does not say it. "
+                "Load the model with num_labels of 1 or more."
+            )
+        if model_type in CLS_AND_PATCHES:
+            input_width *= 2
+    else:
+        input_width = getattr(module, "in_features", None)
+    if not isinstance(input_width, int):
         raise ValueError(
             f"the head {name!r} of {kind} is a {type(module).__name__}, but LuCA reads one pooled vector and needs a "
-            "Linear (or Identity) head of known width."
+            "Linear (or Identity) head."
         )
     reads_cls = (
         model_type in (*CLS_FIRST, *CLS_AND_PATCHES)
         or (model_type in CLS_UNLESS_POOLED and not getattr(model_config, "use_mean_pooling", True))
         or (model_type == "timm_wrapper" and getattr(model.timm_model, "global_pool", None) == "token")
         # A model that nobody can know, whose head the user has named.
-        or (by_name and model_type not in (*CLS_UNLESS_POOLED, *NOT_CLS, "timm_wrapper"))
+        or (by_name and model_type not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES)
     )
     if not reads_cls and config.pooled != "any":
         raise ValueError(
@@ -573,8 +572,7 @@ def find_head(model: Any, config: LucaConfig) -> Head:
             "ViT or DINOv2 classifier, or say LucaConfig(pooled='any') to go on with what the head reads."
         )
     if model_type in CLS_AND_PATCHES:
-        width = getattr(model_config, "hidden_size", input_width // 2)
-        return Head(name, width, width if isinstance(module, nn.Identity) else input_width)
+        return Head(name, hidden_size or input_width // 2, input_width)
     return Head(name, input_width, input_width)
 
 

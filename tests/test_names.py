@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny_models import ANIMALS, SKIES, expert_config, logits, tiny_vit, weights, with_experts
 
@@ -135,15 +135,10 @@ def test_names_that_differ_in_capitals_alone_are_refused() -> None:
 
 def test_a_number_is_refused_where_it_is_on_the_way_to_the_head() -> None:
     base = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 16), torch.nn.Linear(16, 3))
+    config = expert_config(target_modules=["2"])
     with pytest.raises(ValueError, match="cannot be called '2'"):
-        with_experts_on_head(base, "2")
-    assert list(with_experts_on_head(base, "1").experts) == ["1"]
-
-
-def with_experts_on_head(base: torch.nn.Module, name: str) -> PeftModel:
-    from peft import get_peft_model
-
-    return get_peft_model(base, expert_config(target_modules=["2"]), adapter_name=name)
+        get_peft_model(base, config, adapter_name="2")
+    assert list(get_peft_model(base, config, adapter_name="1").experts) == ["1"]
 
 
 def test_saving_that_would_lose_a_tensor_is_refused() -> None:
