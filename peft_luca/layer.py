@@ -153,6 +153,16 @@ class LucaLayer(nn.Module, BaseTunerLayer):
                 keys.update(f"{container}.{adapter_name}{key}" for key in inner)
         return keys
 
+    @property
+    def in_features(self) -> int:
+        """As the base's head has it: other code asks the head for its shape."""
+        return self.input_width
+
+    @property
+    def out_features(self) -> int:
+        """Of the base's head; the experts' own widths are those of their rows."""
+        return int(getattr(self.base_layer, "out_features", self.input_width))
+
     # ---- the way of the data -------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
@@ -270,7 +280,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             own = index.own[name]
             if self.configs[name].head == "linear":
                 own_scores = self.own_scores(z, name)
-                filled = own_scores.new_full((len(z), len(index.classes)), -torch.inf)
+                filled = own_scores.new_full((z.shape[0], len(index.classes)), -torch.inf)
                 scores.append(filled.index_copy(1, own, own_scores))
             else:
                 assert all_rows is not None
@@ -286,8 +296,10 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         index = self.class_index
         per_sample = len(self.configs) * max(index.rows, len(index.classes))
         chunks = []
-        # What one sample gets does not depend on the others, so that a large batch can be taken piece by piece.
-        for chunk in z.split(max(1, SCORES_BUDGET // max(1, per_sample))):
+        # What one sample gets does not depend on the others, so that a large batch can be taken piece by piece; but a
+        # graph that is compiled or exported holds for every batch size, and len() would fix it.
+        size = max(1, SCORES_BUDGET // max(1, per_sample))
+        for chunk in [z] if torch.compiler.is_compiling() else z.split(size):
             scores, known = self.scores(chunk)
             entropies = entropy(scores)  # (batch, experts)
             costs = (
@@ -300,7 +312,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
                 )
             expert = costs.argmin(dim=1)  # (batch,)
             logits = scores if index.complete else fill_unknown(scores, known)
-            logits = logits[torch.arange(len(chunk), device=z.device), expert]  # (batch, C)
+            logits = logits[torch.arange(chunk.shape[0], device=z.device), expert]  # (batch, C)
             chunks.append((logits, expert, entropies))
         logits, expert, entropies = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         return RoutingOutput(logits, expert, entropies.gather(1, expert[:, None])[:, 0], entropies)

@@ -397,6 +397,7 @@ class LucaModel(BaseTuner):
     ) -> dict[str, Tensor]:
         # Not super()'s, which would take the tensors of other methods' adapters inside the backbone as well.
         path, layer = find_layer(model)
+        path = path.removeprefix("_fsdp_wrapped_module.")  # which FSDP's state dict leaves out
         expected = [f"{path}.{key}" for key in sorted(layer.expected_keys(adapter_name))]
         lost = [key for key in expected if key not in state_dict]
         if lost:
