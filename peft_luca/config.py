@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ ROW_INITS = ("class_means", "random", "zeros")
 POOLED = ("cls", "any")
 
 # What a field left at None becomes, unless a recipe of the trainer fills it first.
-OWN_RECIPE: dict[str, Any] = {"scale": 30.0, "positive_scale": True, "init_rows": "class_means", "reference": True}
+OWN_RECIPE: dict[str, Any] = {"scale": 20.0, "positive_scale": True, "init_rows": "class_means", "reference": True}
 
 
 @dataclass
@@ -44,7 +45,7 @@ class LucaConfig(PeftConfig):
         head (`str`, *optional*, defaults to `"cosine"`):
             `"cosine"`: logits σ · cos(LuCA(z), row). `"linear"`: rows and a bias; such an expert scores only its own
             classes, and routes by them.
-        scale (`float`, *optional*, defaults to `30.0`):
+        scale (`float`, *optional*, defaults to `20.0`):
             Where σ, the learned scale of the cosine rows, starts.
         positive_scale (`bool`, *optional*, defaults to `True`):
             Use |σ|, which cannot turn negative. `False` is the authors' free σ.
@@ -90,7 +91,7 @@ class LucaConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.filled: set[str] = set()  # fields that resolve() has filled
+        self.filled: set[str] = set()  # fields that were left unset and have been filled
         self.peft_type = PeftType["LUCA"]
         if self.task_type is not None:
             raise ValueError(
@@ -128,11 +129,43 @@ class LucaConfig(PeftConfig):
         return self
 
     def template(self) -> LucaConfig:
-        """A copy to make other experts by: without classes and backbone, and unset where it was left unset."""
-        template = replace(self, classes=None, fingerprint=None, inference_mode=False)
+        """A copy to make other experts by: unset where it was left unset, and of no backbone yet."""
+        template = replace(self, fingerprint=None, inference_mode=False)
         for name in self.filled:
             setattr(template, name, None)
         return template
+
+    def widths(self, width: int) -> tuple[int, int]:
+        """
+        Widths of the adapter's and of the calibrator's bottleneck.
+
+        Args:
+            width (`int`): d, the width of [CLS].
+
+        Raises:
+            ValueError: the reduction leaves nothing of it.
+        """
+        reduced = width // self.reduction
+        widths = (self.adapter_width or reduced, self.calibrator_width or reduced)
+        if min(widths) < 1:
+            raise ValueError(
+                f"reduction is {self.reduction}, but [CLS] is only {width} wide: take a reduction of at most {width}, "
+                "or set adapter_width and calibrator_width."
+            )
+        return widths
+
+    def check_head(self, classes: Sequence[str]) -> None:
+        """
+        Refuse a linear head over one class.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        if self.head == "linear" and len(classes) < 2:
+            raise ValueError(
+                f"an expert with a linear head needs at least two classes, got {list(classes)!r}: over a single class "
+                "it is always certain. Use head='cosine'."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = super().to_dict()

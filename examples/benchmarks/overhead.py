@@ -3,9 +3,9 @@ What ContinualTrainer costs beside a stock Trainer: the same head, features, opt
 
     python examples/benchmarks/overhead.py
 
-Both train a LuCA expert of d = 768 on [CLS] vectors drawn at random, in batches of 48, in turns: the stock Trainer over
-an in-memory TensorDataset and a bare model; ContinualTrainer over its memory-mapped file and a model with the parameters
-of a ViT-B/16 (of small pictures, so that the reference takes no time). Timed is all of `train`, and for
+Both train a LuCA expert of d = 768 on [CLS] vectors drawn at random, in batches of 48, in turns: the stock Trainer
+over an in-memory TensorDataset and a bare model; ContinualTrainer over its memory-mapped file and a model with the
+parameters of a ViT-B/16 (of small pictures, so that the reference takes no time). Timed is all of `train`, and for
 ContinualTrainer also all of `train_task`: with class means, saving and evaluation. Writes results/overhead.json.
 """
 
