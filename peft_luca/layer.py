@@ -367,6 +367,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             )
         sums = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
         for z, label in zip(features.split(4096), labels.split(4096), strict=True):
+            z = z.to(rows.device)
             vectors = self.luca(z, adapter_name) if adapted else self.standardise(z, adapter_name)
             sums.index_add_(0, label, vectors.double())
         rows.copy_(sums / counts[:, None])

@@ -6,6 +6,9 @@ import copy
 import hashlib
 import json
 import math
+import re
+import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -27,6 +30,7 @@ from transformers import EvalPrediction, ProgressCallback, Trainer, set_seed
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 from transformers.utils import logging
 
+from .cache import writing
 from .config import LucaConfig
 from .features import (
     FeatureDataset,
@@ -37,7 +41,7 @@ from .features import (
     features_key,
     image_size,
 )
-from .hub import load_experts, save_experts, tuner_of, write_json
+from .hub import MANIFEST_NAME, load_experts, save_experts, tuner_of, write_json
 from .learning import EpochBatches, EpochLoader, FeatureHead
 from .metrics import forgetting, summarize
 from .model import LucaModel, check_expert_name, find_head
@@ -188,6 +192,7 @@ class ContinualTrainer(Trainer):
         Raises:
             ValueError: the task has been learnt, or the model has an expert of its name.
         """
+        self._go_on()
         if not isinstance(task, Task):
             self.stream.append(task, name)
             try:
@@ -200,6 +205,11 @@ class ContinualTrainer(Trainer):
             raise ValueError(
                 f"the task {task.name!r} is not of the trainer's stream, so its labels mean nothing here. Pass its "
                 "dataset, which is then appended, or make the trainer with its stream."
+            )
+        if task.name in self._learnt and task.name not in self.tuner.experts:
+            raise ValueError(
+                f"the task {task.name!r} was learnt and its expert deleted. To learn it again pass its dataset under "
+                "another name."
             )
         _check_task(task, self.model, self.args, self.luca_config)
         started = time.perf_counter()
@@ -225,6 +235,34 @@ class ContinualTrainer(Trainer):
                 self._drop_expert(task)
             raise
         return output
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """
+        Forget a task's expert, in the model and in `args.output_dir`. Its task is not measured any more: its column of
+        the accuracy matrix ends, and the last row is measured anew with the experts that are left.
+
+        Args:
+            adapter_name (`str`): The task.
+
+        Raises:
+            ValueError: there is no such expert, or it is the only one.
+        """
+        self._go_on()
+        if not isinstance(self.model, PeftModel) or adapter_name not in self.tuner.experts:
+            raise ValueError(f"there is no expert {adapter_name!r} to delete.")
+        self.model.delete_adapter(adapter_name)
+        self.tuner.set_router(self.args.router)
+        self._follow_labels()
+        if adapter_name not in self._learnt:
+            return
+        self._records[-1].update(self._measure(self._records))
+        if self.args.should_save:
+            folder = Path(self.args.output_dir)
+            with writing(folder):
+                # In this order: what was interrupted in between is not loaded again, and is cleared away.
+                write_json(folder / RESULTS_NAME, self.results())
+                save_experts(self.model, folder, [])
+                shutil.rmtree(folder / adapter_name)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -418,9 +456,9 @@ class ContinualTrainer(Trainer):
             self.tuner.compute_reference(task.name)
 
     def _set_rows_to_class_means(self, task: Task, adapted: bool = True) -> None:
-        train, device = self.features(task, "train"), self.args.device
-        labels = self._ids(train.labels, task.classes)
-        self.tuner.layer.set_rows_to_class_means(task.name, train.features.to(device), labels.to(device), adapted)
+        train = self.features(task, "train")
+        labels = self._ids(train.labels, task.classes).to(self.args.device)
+        self.tuner.layer.set_rows_to_class_means(task.name, train.features, labels, adapted)
 
     def _drop_expert(self, task: Task) -> None:
         """Leave the model as it was before a task that could not be finished."""
@@ -513,8 +551,15 @@ class ContinualTrainer(Trainer):
         self._records.append(record)
         figures = self._figures()
         if self.args.should_save:
-            save_experts(self.model, self.args.output_dir, [task.name])
-            write_json(Path(self.args.output_dir) / RESULTS_NAME, self.results())
+            folder = Path(self.args.output_dir)
+            try:
+                with writing(folder / task.name):
+                    save_experts(self.model, folder, [task.name])
+                with writing(folder / RESULTS_NAME):
+                    write_json(folder / RESULTS_NAME, self.results())
+            except BaseException:
+                self._records.pop()  # learnt is what is on the disk
+                raise
         self._follow_labels()
         self._say(_task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes)))
         self.log({f"stage_{name}": value for name, value in figures.items() if isinstance(value, float)})
@@ -540,15 +585,20 @@ class ContinualTrainer(Trainer):
         for record in records:
             task = tasks[record["name"]]
             figures: tuple[float | None, ...] = (None, None, None)
-            if task.test is not None:
-                test, device = self.features(task, "test"), self.args.device
-                z, labels = test.features.to(device), test.labels
-                routed = layer.route(z)
-                figures = (_share(routed.logits.argmax(1), self._ids(labels, self.tuner.classes)), None, None)
-                if task.name in experts:
-                    expert = torch.full_like(labels, experts.index(task.name))
-                    own = layer.own_scores(z, task.name).argmax(1)
-                    figures = (figures[0], _share(routed.expert, expert), _share(own, self._ids(labels, task.classes)))
+            if task.test is not None and task.name in experts:
+                test = self.features(task, "test")
+                predicted, expert, own = [], [], []
+                for z in test.features.split(4096):  # a memory map, of any size
+                    z = z.to(self.args.device)
+                    routed = layer.route(z)
+                    predicted.append(routed.logits.argmax(1))
+                    expert.append(routed.expert)
+                    own.append(layer.own_scores(z, task.name).argmax(1))
+                figures = (
+                    _share(torch.cat(predicted), self._ids(test.labels, self.tuner.classes)),
+                    _share(torch.cat(expert), torch.full_like(test.labels, experts.index(task.name))),
+                    _share(torch.cat(own), self._ids(test.labels, task.classes)),
+                )
             for name, figure in zip(measured, figures, strict=True):
                 measured[name].append(figure)
         return measured
@@ -574,7 +624,7 @@ class ContinualTrainer(Trainer):
             "format": RESULTS_FORMAT,
             "settings": self._settings(),
             "classes": list(self.stream.classes),
-            "tasks": self._records,
+            "tasks": [r if r["name"] in self.tuner.experts else {**r, "deleted": True} for r in self._records],
             **self._figures(),
         }
 
@@ -599,9 +649,11 @@ class ContinualTrainer(Trainer):
     def _learnt(self) -> set[str]:
         return {record["name"] for record in self._records}
 
-    def _go_on(self, refuse: bool) -> None:
+    def _go_on(self, refuse: bool = False) -> None:
         """Take up what an earlier run finished in the output folder."""
         folder = Path(self.args.output_dir)
+        if self.args.should_save:
+            self._clear_away(folder)
         if self._records or not (folder / RESULTS_NAME).is_file():
             return
         path = folder / RESULTS_NAME
@@ -625,7 +677,9 @@ class ContinualTrainer(Trainer):
         if differing:
             changes = ", ".join(f"{name}: {was!r} there, {now!r} now" for name, (was, now) in differing.items())
             raise ValueError(f"{folder} holds a run with other settings ({changes}). Choose another output_dir.")
-        for record, task in zip(records, self.stream, strict=False):
+        named = {task.name: task for task in self.stream}
+        for record, in_place in zip(records, self.stream, strict=False):
+            task = named.get(record["name"], in_place)
             images = [len(task.train) if has_length(task.train) else None, 0 if task.test is None else len(task.test)]
             here = [task.name, list(task.classes), *images]
             there = [record[key] for key in ("name", "classes", "train_images", "test_images")]
@@ -639,13 +693,23 @@ class ContinualTrainer(Trainer):
                 f"{folder} holds a run of {len(records)} tasks, but the stream has {len(self.stream)}. Choose another "
                 "output_dir."
             )
-        sources = {record["name"]: folder / record["name"] for record in records}
+        sources = {record["name"]: folder / record["name"] for record in records if not record.get("deleted")}
         self.model = self.model_wrapped = load_experts(self.model, sources)
         self._records = records
         self._steps_before = sum(record["steps"] for record in records)
         self.tuner.set_router(self.args.router)
         self._follow_labels()
         self._say(f"going on after {len(records)} of {len(self.stream)} tasks found in {folder}")
+
+    def _clear_away(self, folder: Path) -> None:
+        """Remove what a run that was killed has left half-written, and see that the folder can be written to."""
+        names = "|".join(map(re.escape, (RESULTS_NAME, MANIFEST_NAME, *(task.name for task in self.stream))))
+        with writing(folder / RESULTS_NAME):
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.iterdir():
+                if re.fullmatch(rf"\.({names})\.\w{{8}}", path.name):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            tempfile.TemporaryFile(dir=folder).close()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # A collection of experts: safetensors and JSON only, no pickled arguments as Trainer writes them.
