@@ -56,6 +56,8 @@ def writing(path: Path) -> Iterator[None]:
     """Errors of the disk say which file could not be written, and what is to be done."""
     try:
         yield
+    except TimeoutError:
+        raise
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise OSError(
@@ -93,9 +95,9 @@ class PartialFeatures:
 
     @classmethod
     @contextmanager
-    def of(cls, path: Path, dtype: str) -> Iterator[PartialFeatures | None]:
+    def of(cls, path: Path, dtype: str, timeout: float = -1) -> Iterator[PartialFeatures | None]:
         """What there is of a file; `None` if it is complete once other processes have let go of it."""
-        lock = FileLock(path.with_suffix(".lock"))
+        lock = FileLock(path.with_suffix(".lock"), timeout=timeout)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()

@@ -543,6 +543,7 @@ class ContinualTrainer(Trainer):
             "classes": list(task.classes),
             "train_images": len(task.train) if has_length(task.train) else None,
             "test_images": len(task.test) if task.test is not None else 0,
+            "skipped_images": sum(len(f.skipped) for (name, _), f in self._features.items() if name == task.name),
             "steps": output.global_step,
             "train_loss": output.training_loss,
             "seconds": round(seconds, 3),
