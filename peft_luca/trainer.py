@@ -63,7 +63,10 @@ SETTINGS = (
 
 
 # Arguments that have values of their own while a task is learnt.
-WITHIN_A_TASK = "seed dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers".split()
+WITHIN_A_TASK = (
+    "seed dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers "
+    "dataloader_multiprocessing_context"
+).split()
 
 
 class ContinualTrainer(Trainer):
@@ -489,7 +492,7 @@ class ContinualTrainer(Trainer):
             self.data_collator, model_input = FeatureDataset.collate, self.tuner.taking_features()
             # Rows of a memory map need no workers; those are for images.
             self.args.dataloader_num_workers, self.args.dataloader_prefetch_factor = 0, None
-            self.args.dataloader_persistent_workers = False
+            self.args.dataloader_persistent_workers, self.args.dataloader_multiprocessing_context = False, None
         else:
             datasets = [self._readable(task, "train"), self._readable(task, "test") if evaluating else None]
             ids = _label_ids(self.stream.classes, classes)
