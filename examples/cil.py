@@ -85,11 +85,11 @@ def class_means(trainer: ContinualTrainer) -> dict:
     for stage, task in enumerate(tasks):
         train = trainer.features(task, "train")
         one_hot = torch.nn.functional.one_hot(train.labels, len(trainer.stream.classes)).float()
-        total, count = total + one_hot.T @ train.features, count + one_hot.sum(0)
+        total, count = total + one_hot.T @ train.features.float(), count + one_hot.sum(0)
         means = torch.nn.functional.normalize(total / count.clamp(min=1)[:, None], dim=1)
         for i, seen in enumerate(tasks[: stage + 1]):
             test = trainer.features(seen, "test")
-            cosines = (test.features @ means.T).masked_fill(count == 0, -torch.inf)
+            cosines = (test.features.float() @ means.T).masked_fill(count == 0, -torch.inf)
             matrix[stage, i] = (cosines.argmax(1) == test.labels).float().mean()
     return summarize(matrix.numpy(), [len(task.test) for task in tasks])
 
