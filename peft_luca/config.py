@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peft import PeftConfig
@@ -12,14 +13,14 @@ from peft.utils import PeftType
 ARRANGEMENTS = ("adapter_calibrator", "calibrator_adapter", "parallel", "adapter", "calibrator")
 NORM_POSITIONS = ("after_residual", "before_residual")
 HEADS = ("cosine", "linear")
-ROW_INITS = ("random", "zeros")
+ROW_INITS = ("class_means", "random", "zeros")
 POOLED = ("cls", "any")
 
 # In every adapter_config.json, for whom PEFT tells no more than KeyError: 'LUCA'.
 READ_WITH = "peft_luca: pip install peft-luca, then `import peft_luca` before loading this with PEFT"
 
 # What a field left at None becomes, unless a recipe of the trainer fills it first.
-OWN_RECIPE: dict[str, Any] = {"scale": 10.0, "positive_scale": True, "init_rows": "random", "reference": True}
+OWN_RECIPE: dict[str, Any] = {"scale": 20.0, "positive_scale": True, "init_rows": "class_means", "reference": True}
 
 
 @dataclass
@@ -47,12 +48,13 @@ class LucaConfig(PeftConfig):
         head (`str`, *optional*, defaults to `"cosine"`):
             `"cosine"`: logits σ · cos(LuCA(z), row). `"linear"`: rows and a bias; such an expert scores only its own
             classes, and routes by them.
-        scale (`float`, *optional*, defaults to `10.0`):
+        scale (`float`, *optional*, defaults to `20.0`):
             Where σ, the learned scale of the cosine rows, starts.
         positive_scale (`bool`, *optional*, defaults to `True`):
             Use |σ|, which cannot turn negative. `False` is the authors' free σ.
-        init_rows (`str`, *optional*, defaults to `"random"`):
-            `"random"` or `"zeros"` for new class rows.
+        init_rows (`str`, *optional*, defaults to `"class_means"`):
+            How new cosine rows start: `"random"`, `"zeros"`, or `"class_means"` of the standardised [CLS], which
+            [`ContinualTrainer`] computes before it trains. Where nobody does, they start at random.
         reference (`bool`, *optional*, defaults to `True`):
             Standardise [CLS] by the backbone's mean and deviation over a fixed set of drawn pictures (see
             [`LucaModel.compute_reference`]) before LuCA. Until that has been computed it is the identity.
@@ -91,12 +93,12 @@ class LucaConfig(PeftConfig):
     target_modules: list[str] | str | None = field(default=None, metadata={"help": "Name of the model's head."})
     fingerprint: str | None = field(default=None, metadata={"help": "Digest of the backbone. Filled in."})
     allow_mismatch: bool = field(default=False, metadata={"help": "Load on another backbone too. Not saved."})
-
     read_with: str = field(default=READ_WITH, metadata={"help": "What loads this file. Filled in."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.read_with = READ_WITH
+        self.filled: set[str] = set()  # fields that were left unset and have been filled
         self.peft_type = PeftType["LUCA"]
         if self.task_type is not None:
             raise ValueError(
@@ -130,7 +132,47 @@ class LucaConfig(PeftConfig):
         for name, value in (OWN_RECIPE if defaults is None else defaults).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+                self.filled.add(name)
         return self
+
+    def template(self) -> LucaConfig:
+        """A copy to make other experts by: unset where it was left unset, and of no backbone yet."""
+        template = replace(self, fingerprint=None, inference_mode=False)
+        for name in self.filled:
+            setattr(template, name, None)
+        return template
+
+    def widths(self, width: int) -> tuple[int, int]:
+        """
+        Widths of the adapter's and of the calibrator's bottleneck.
+
+        Args:
+            width (`int`): d, the width of [CLS].
+
+        Raises:
+            ValueError: the reduction leaves nothing of it.
+        """
+        reduced = width // self.reduction
+        widths = (self.adapter_width or reduced, self.calibrator_width or reduced)
+        if min(widths) < 1:
+            raise ValueError(
+                f"reduction is {self.reduction}, but [CLS] is only {width} wide: take a reduction of at most {width}, "
+                "or set adapter_width and calibrator_width."
+            )
+        return widths
+
+    def check_head(self, classes: Sequence[str]) -> None:
+        """
+        Refuse a linear head over one class.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        if self.head == "linear" and len(classes) < 2:
+            raise ValueError(
+                f"an expert with a linear head needs at least two classes, got {list(classes)!r}: over a single class "
+                "it is always certain. Use head='cosine'."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = super().to_dict()

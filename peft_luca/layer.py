@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .config import LucaConfig
-from .routing import Router, RoutingOutput, combine_rows, entropy, fill_unknown
+from .routing import ClassIndex, Router, RoutingOutput, combine_rows, entropy, fill_unknown
 
 
 # Rows are multiplied with at most this many numbers of (batch, experts, rows) in memory at a time.
@@ -92,21 +91,16 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         """Add an expert. Its config must be resolved and its classes known."""
         assert config.classes is not None
         d, classes = self.width, len(config.classes)
-        widths = (config.adapter_width or d // config.reduction, config.calibrator_width or d // config.reduction)
-        if min(widths) < 1:
-            raise ValueError(
-                f"reduction is {config.reduction}, but [CLS] is only {d} wide: take a reduction of at most {d}, or "
-                "set adapter_width and calibrator_width."
-            )
+        adapter_width, calibrator_width = config.widths(d)
         if config.arrangement != "calibrator":
-            self.luca_adapter_down[adapter_name] = _xavier(nn.Linear(d, widths[0]))
-            self.luca_adapter_up[adapter_name] = _xavier(nn.Linear(widths[0], d))
+            self.luca_adapter_down[adapter_name] = _xavier(nn.Linear(d, adapter_width))
+            self.luca_adapter_up[adapter_name] = _xavier(nn.Linear(adapter_width, d))
             self.luca_adapter_norm[adapter_name] = nn.LayerNorm(d)
         if config.arrangement != "adapter":
-            self.luca_calibrator_down[adapter_name] = _xavier(nn.Linear(d, widths[1], bias=False))
-            self.luca_calibrator_up[adapter_name] = _xavier(nn.Linear(widths[1], d, bias=False))
+            self.luca_calibrator_down[adapter_name] = _xavier(nn.Linear(d, calibrator_width, bias=False))
+            self.luca_calibrator_up[adapter_name] = _xavier(nn.Linear(calibrator_width, d, bias=False))
         rows = torch.zeros(classes, d)
-        if config.init_rows == "random":
+        if config.init_rows != "zeros":
             nn.init.normal_(rows, std=d**-0.5)
         self.luca_class_rows[adapter_name] = nn.Parameter(rows)
         if config.head == "linear":
@@ -141,6 +135,13 @@ class LucaLayer(nn.Module, BaseTunerLayer):
 
     def unmerge(self) -> None:
         raise NotImplementedError(MERGE_REFUSED)
+
+    def is_untrained(self, adapter_name: str) -> bool:
+        """Whether an expert is as it was made: no optimizer leaves σ, or a linear head's bias, where it was."""
+        config = self.configs[adapter_name]
+        if config.head == "linear":
+            return not bool(self.luca_class_bias[adapter_name].any())
+        return self.luca_scale[adapter_name].item() == config.scale
 
     def expected_keys(self, adapter_name: str) -> set[str]:
         """Names, relative to the layer, of every tensor that belongs to an expert."""
@@ -213,12 +214,15 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             )
         return x.detach()[:, : self.width]  # (batch, d)
 
+    def standardise(self, z: Tensor, adapter_name: str) -> Tensor:
+        """[CLS] by the backbone's mean and deviation over the reference pictures, as the expert was trained on it."""
+        if self.configs[adapter_name].reference:
+            z = (z - self.luca_reference_mean[adapter_name]) / self.luca_reference_std[adapter_name]
+        return self._cast_input_dtype(z, self.luca_class_rows[adapter_name].dtype)
+
     def luca(self, z: Tensor, adapter_name: str) -> Tensor:
         """LuCA(z), (batch, d) → (batch, d): standardise by the reference, then adapt and calibrate (paper, §3)."""
-        config = self.configs[adapter_name]
-        if config.reference:
-            z = (z - self.luca_reference_mean[adapter_name]) / self.luca_reference_std[adapter_name]
-        z = self._cast_input_dtype(z, self.luca_class_rows[adapter_name].dtype)
+        config, z = self.configs[adapter_name], self.standardise(z, adapter_name)
         if config.arrangement == "adapter":
             return self._adapt(z, adapter_name)
         if config.arrangement == "calibrator":
@@ -280,7 +284,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             own = index.own[name]
             if self.configs[name].head == "linear":
                 own_scores = self.own_scores(z, name)
-                filled = own_scores.new_full((z.shape[0], len(index.classes)), -torch.inf)
+                filled = own_scores.new_zeros(z.shape[0], len(index.classes))
                 scores.append(filled.index_copy(1, own, own_scores))
             else:
                 assert all_rows is not None
@@ -288,7 +292,9 @@ class LucaLayer(nn.Module, BaseTunerLayer):
                 cosines = F.linear(features, all_rows.to(features.dtype))  # (batch, rows)
                 scores.append(self.scale(name) * combine_rows(cosines, index, name))
             known.append(index.known[name])
-        return torch.stack(scores, dim=1), torch.stack(known)
+        all_scores, all_known = torch.stack(scores, dim=1), torch.stack(known)
+        # Only now: -inf times a σ of 0, or its gradient, would not be a number.
+        return all_scores if index.complete else all_scores.masked_fill(~all_known, -torch.inf), all_known
 
     def route(self, z: Tensor) -> RoutingOutput:
         """Every expert's scores of [CLS] vectors `(batch, d)` → each sample's logits, by the router that is set."""
@@ -334,14 +340,18 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         return torch.stack([p.abs().sum() for module in modules for p in module.parameters()]).sum()
 
     @torch.no_grad()
-    def set_rows_to_class_means(self, adapter_name: str, features: Tensor, labels: Tensor) -> None:
+    def set_rows_to_class_means(
+        self, adapter_name: str, features: Tensor, labels: Tensor, adapted: bool = True
+    ) -> None:
         """
-        Replace an expert's cosine rows by the class means of the adapted features.
+        Replace an expert's cosine rows by class means.
 
         Args:
             adapter_name (`str`): The expert.
             features (`torch.Tensor` of shape `(images, d)`): [CLS] vectors.
             labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
+            adapted (`bool`, *optional*, defaults to `True`):
+                Means of the adapted features, for after the training, or of the standardised [CLS], to start it from.
 
         Raises:
             ValueError: a class has no image, or the expert has a linear head.
@@ -357,52 +367,9 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             )
         sums = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
         for z, label in zip(features.split(4096), labels.split(4096), strict=True):
-            sums.index_add_(0, label, self.luca(z, adapter_name).double())
+            vectors = self.luca(z, adapter_name) if adapted else self.standardise(z, adapter_name)
+            sums.index_add_(0, label, vectors.double())
         rows.copy_(sums / counts[:, None])
-
-
-class ClassIndex:
-    """
-    The label space that a layer's experts span, and where each cosine row lands in it.
-
-    Attributes:
-        classes (`tuple[str, ...]`): Global label space: the class names in order of first appearance.
-        own (`dict[str, Tensor]`): Expert → global ids of its classes, in its own order.
-        known (`dict[str, Tensor]`): Expert → boolean (C,): which classes it can score.
-        cosine (`list[str]`): Experts with cosine rows, in the order in which their rows are put together.
-        row_class (`Tensor`): Global id of each row put together, (rows,).
-        complete (`bool`): Whether every expert can score every class.
-    """
-
-    def __init__(self, configs: dict[str, LucaConfig], device: torch.device) -> None:
-        self.device = device
-        ids: dict[str, int] = {}
-        for config in configs.values():
-            for name in config.classes or ():
-                ids.setdefault(name, len(ids))
-        self.classes = tuple(ids)
-        self.own = {t: torch.tensor([ids[name] for name in config.classes or ()]) for t, config in configs.items()}
-        self.cosine = [t for t, config in configs.items() if config.head == "cosine"]
-        self.row_class = torch.cat([self.own[t] for t in self.cosine]) if self.cosine else torch.zeros(0).long()
-        self.rows = len(self.row_class)
-        ends = list(accumulate(len(self.own[t]) for t in self.cosine))
-        self.own_rows = {
-            t: torch.arange(end - len(self.own[t]), end) for t, end in zip(self.cosine, ends, strict=True)
-        }
-        # Where every class has exactly one row, putting the rows in the order of the classes is all there is to do.
-        one_each = self.rows == len(self.classes) and len(self.row_class.unique()) == self.rows
-        self.permutation = self.row_class.argsort() if one_each else None
-        has_rows = torch.zeros(len(ids), dtype=torch.bool)
-        has_rows[self.row_class] = True
-        self.known = {
-            t: has_rows if configs[t].head == "cosine" else torch.zeros_like(has_rows).index_fill(0, own, True)
-            for t, own in self.own.items()
-        }
-        self.complete = all(bool(known.all()) for known in self.known.values())
-        for name in ("own", "own_rows", "known"):
-            setattr(self, name, {t: tensor.to(device) for t, tensor in getattr(self, name).items()})
-        self.row_class = self.row_class.to(device)
-        self.permutation = None if self.permutation is None else self.permutation.to(device)
 
 
 MERGE_REFUSED = (

@@ -96,15 +96,14 @@ class LucaModel(BaseTuner):
         head = find_head(model, peft_config)
         adapter_name = next(name for name, known in self.peft_config.items() if known is peft_config)
         check_expert_name(adapter_name, model, head.name)
+        if peft_config.target_modules is None:
+            peft_config.filled.add("target_modules")
         peft_config.target_modules = [head.name]
         if peft_config.classes is None:
             peft_config.classes = self._base_outputs.names(model.get_submodule(head.name))
+            peft_config.filled.add("classes")
         peft_config.resolve()
-        if peft_config.head == "linear" and len(peft_config.classes) < 2:
-            raise ValueError(
-                f"an expert with a linear head needs at least two classes, got {peft_config.classes!r}: over a single "
-                "class it is always certain. Use head='cosine'."
-            )
+        peft_config.check_head(peft_config.classes)
         if peft_config.fingerprint is None:
             peft_config.fingerprint = BackboneFacts.of(model, head.name).fingerprint
 
@@ -252,9 +251,10 @@ class LucaModel(BaseTuner):
 
     def train(self, mode: bool = True) -> LucaModel:
         """Only the experts change mode: the frozen trunk stays in eval mode, so that dropout cannot move [CLS]."""
-        super().train(mode)
-        self.model.eval()
-        self.layer.train(mode)
+        if self.training != mode or self.layer.training != mode or self.model.training:  # Trainer asks at every step
+            super().train(mode)
+            self.model.eval()
+            self.layer.train(mode)
         return self
 
     # ---- experts and routing -------------------------------------------------------------------------------------
@@ -410,17 +410,24 @@ class LucaModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        # The last point before the weights arrive at which PEFT lets a tuner see them: the backbone is checked here.
+        # The last point before the weights arrive at which PEFT lets a tuner see them.
+        remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
+            model, config, adapter_name, state_dict
+        )
         try:
+            path, layer = find_layer(model)
+            missing = {f"{path}.{key}" for key in layer.expected_keys(adapter_name)} - set(remapped)
+            if missing:
+                raise ValueError(
+                    f"the file of expert {adapter_name!r} lacks {sorted(missing)}. It is not whole, or was made by "
+                    "another configuration: nothing of it was loaded."
+                )
             check_backbone(model, config, adapter_name, state_dict)
         except ValueError:
             if isinstance(model, PeftModel):
                 tuner: Any = model.base_model
                 tuner.unload() if len(tuner.peft_config) == 1 else tuner.delete_adapter(adapter_name)
             raise
-        remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
-            model, config, adapter_name, state_dict
-        )
         return remapped
 
     # ---- labels and loss -----------------------------------------------------------------------------------------
@@ -573,7 +580,8 @@ def find_head(model: Any, config: LucaConfig) -> Head:
             "ViT or DINOv2 classifier, or say LucaConfig(pooled='any') to go on with what the head reads."
         )
     if model_type in CLS_AND_PATCHES:
-        return Head(name, hidden_size or input_width // 2, input_width)
+        width = hidden_size or input_width // 2
+        return Head(name, width, 2 * width if isinstance(module, nn.Identity) else input_width)
     return Head(name, input_width, input_width)
 
 

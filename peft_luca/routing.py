@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-if TYPE_CHECKING:
-    from .layer import ClassIndex
+from .config import LucaConfig
 
 
 # (scores (batch, experts, C), **options) → (batch, experts): the expert with the lowest number answers the sample.
@@ -73,12 +72,12 @@ def get_router(router: str | Router) -> Router:
 def combine_rows(cosines: Tensor, index: ClassIndex, expert: str) -> Tensor:
     """
     One expert's cosines with all rows, (batch, rows) → with all classes, (batch, C): its own row where it has the
-    class, otherwise the best over the experts that have it, and `-inf` where no expert has a row.
+    class, otherwise the best over the experts that have it, and -2, below every cosine, where no expert has a row.
     """
     if index.permutation is not None:
         return cosines.index_select(1, index.permutation)
     row_class = index.row_class.expand(cosines.shape[0], -1)
-    best = cosines.new_full((cosines.shape[0], len(index.classes)), -torch.inf)
+    best = cosines.new_full((cosines.shape[0], len(index.classes)), -2.0)
     best = best.scatter_reduce(1, row_class, cosines, reduce="amax")
     own = cosines.index_select(1, index.own_rows[expert])
     return best.index_copy(1, index.own[expert], own)
@@ -88,3 +87,47 @@ def fill_unknown(scores: Tensor, known: Tensor) -> Tensor:
     """Finite scores, (batch, experts, C): what an expert cannot score comes below everything that it can."""
     lowest = scores.masked_fill(~known, torch.inf).amin(dim=-1, keepdim=True)  # (batch, experts, 1)
     return torch.where(known, scores, lowest - UNKNOWN_MARGIN)
+
+
+class ClassIndex:
+    """
+    The label space that a layer's experts span, and where each cosine row lands in it.
+
+    Attributes:
+        classes (`tuple[str, ...]`): Global label space: the class names in order of first appearance.
+        own (`dict[str, Tensor]`): Expert → global ids of its classes, in its own order.
+        known (`dict[str, Tensor]`): Expert → boolean (C,): which classes it can score.
+        cosine (`list[str]`): Experts with cosine rows, in the order in which their rows are put together.
+        row_class (`Tensor`): Global id of each row put together, (rows,).
+        complete (`bool`): Whether every expert can score every class.
+    """
+
+    def __init__(self, configs: dict[str, LucaConfig], device: torch.device) -> None:
+        self.device = device
+        ids: dict[str, int] = {}
+        for config in configs.values():
+            for name in config.classes or ():
+                ids.setdefault(name, len(ids))
+        self.classes = tuple(ids)
+        self.own = {t: torch.tensor([ids[name] for name in config.classes or ()]) for t, config in configs.items()}
+        self.cosine = [t for t, config in configs.items() if config.head == "cosine"]
+        self.row_class = torch.cat([self.own[t] for t in self.cosine]) if self.cosine else torch.zeros(0).long()
+        self.rows = len(self.row_class)
+        ends = list(accumulate(len(self.own[t]) for t in self.cosine))
+        self.own_rows = {
+            t: torch.arange(end - len(self.own[t]), end) for t, end in zip(self.cosine, ends, strict=True)
+        }
+        # Where every class has exactly one row, putting the rows in the order of the classes is all there is to do.
+        one_each = self.rows == len(self.classes) and len(self.row_class.unique()) == self.rows
+        self.permutation = self.row_class.argsort() if one_each else None
+        has_rows = torch.zeros(len(ids), dtype=torch.bool)
+        has_rows[self.row_class] = True
+        self.known = {
+            t: has_rows if configs[t].head == "cosine" else torch.zeros_like(has_rows).index_fill(0, own, True)
+            for t, own in self.own.items()
+        }
+        self.complete = all(bool(known.all()) for known in self.known.values())
+        for name in ("own", "own_rows", "known"):
+            setattr(self, name, {t: tensor.to(device) for t, tensor in getattr(self, name).items()})
+        self.row_class = self.row_class.to(device)
+        self.permutation = None if self.permutation is None else self.permutation.to(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
@@ -12,14 +13,14 @@ from .config import OWN_RECIPE
 from .routing import get_router
 
 
-# What a recipe gives to the fields that were left unset. Measured in examples/benchmarks/results/recipe.json.
+# What a recipe gives to the fields that were left unset. Measured by examples/benchmarks/entropy.py.
 RECIPES: dict[str, dict[str, Any]] = {
     "own": {
-        "learning_rate": 0.1,
+        "learning_rate": 1e-3,
         "num_train_epochs": 20,
         "per_device_train_batch_size": 48,
-        "optim": "sgd",
-        "optim_args": "momentum=0.9",
+        "optim": "adamw_torch",
+        "optim_args": None,
         "lr_scheduler_type": "cosine",
         "l1_weight": 5e-4,
         "negatives": "own",
@@ -86,6 +87,10 @@ class ContinualTrainingArguments(TrainingArguments):
     lr_scheduler_type: str | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
     max_grad_norm: float = field(default=0.0, metadata={"help": "Gradients are not clipped unless asked."})
     per_device_eval_batch_size: int = field(default=32, metadata={"help": "Images in a pass of the backbone."})
+    logging_strategy: str = field(default="epoch", metadata={"help": "When to log within a task."})
+    dataloader_pin_memory: bool = field(
+        default_factory=torch.accelerator.is_available, metadata={"help": "Pin memory, where there is an accelerator."}
+    )
     save_strategy: str = field(default="no", metadata={"help": "Checkpoints within a task."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "The collator takes what it needs."})
 

@@ -1,0 +1,137 @@
+"""Every Python block of README and docs runs as it stands, and the pages say nothing that the code does not."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from PIL import Image
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+
+import peft_luca
+from peft_luca import LucaConfig, save_expert
+
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", "docs/quickstart.md", "docs/concepts.md"]
+BACKBONE = "google/vit-base-patch16-224-in21k"
+HEADER = "import os, warnings\nos.chdir({folder!r})\nimport torch\ntorch.set_num_threads(1)\n"
+
+
+def blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+
+
+def tiny_vit():
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=224,
+        patch_size=56,
+        num_labels=2,
+    )
+    return ViTForImageClassification(config)
+
+
+def put_into_cache(cache, repo_id):
+    """A repository as the Hub's client would have left it in its cache. Returns the folder to fill."""
+    repo = cache / ("models--" + repo_id.replace("/", "--"))
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    folder = repo / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hub_cache(tmp_path_factory):
+    """The Hub ids that the pages use, with a tiny ViT in place of the real one."""
+    cache = tmp_path_factory.mktemp("hub")
+    folder = put_into_cache(cache, BACKBONE)
+    tiny_vit().save_pretrained(folder)
+    ViTImageProcessorPil().save_pretrained(folder)
+    for repo_id, classes in (("lab-a/vit-birds", ["owl", "wren"]), ("lab-b/vit-satellite", ["sea", "town"])):
+        vit = ViTForImageClassification.from_pretrained(folder)
+        model = get_peft_model(vit, LucaConfig(classes=classes))
+        save_expert(model, "default", put_into_cache(cache, repo_id))
+    return cache
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    """The image folder that the pages read."""
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 3), ("test", 1)):
+        for label in ("cat", "dog", "fox", "hen"):
+            folder = tmp_path / "path" / "to" / "images" / split / label
+            folder.mkdir(parents=True)
+            for i in range(count):
+                color = tuple(torch.randint(256, (3,), generator=generator).tolist())
+                Image.new("RGB", (16, 16), color).save(folder / f"{i}.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs_as_it_stands(page, hub_cache, workplace):
+    code = HEADER.format(folder=str(workplace)) + "\n".join(blocks(page)).replace("increment=10", "increment=2")
+    script = workplace / "page.py"
+    script.write_text(code, encoding="utf-8")
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_cache), "HF_HOME": str(workplace / "home")}
+    environment |= {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(workplace)}
+    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_pages_have_code():
+    assert all(blocks(page) for page in PAGES)
+
+
+def test_reference_names_everything_public():
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    missing = [name for name in peft_luca.__all__ if f"`{name}`" not in text]
+    assert not missing
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_paper_page_names_code_that_exists():
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    for owner, name in re.findall(r"`(LucaLayer|LucaModel|ContinualTrainer)\.(\w+)", text):
+        assert hasattr(getattr(peft_luca, owner), name), f"{owner}.{name}"
+    for name in re.findall(r"`(luca_\w+)`", text):
+        assert name in (*peft_luca.LucaLayer.adapter_layer_names, *peft_luca.LucaLayer.other_param_names)
+
+
+def test_paper_page_has_the_recipes_values():
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    table = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if row.startswith("|")]
+    for field in ("learning_rate", "num_train_epochs", "per_device_train_batch_size"):
+        row = next(row for row in table if row[0] == f"`{field}`")
+        for recipe, cell in (("paper", row[2]), ("own", row[3])):
+            assert float(cell) == peft_luca.training_args.RECIPES[recipe][field]
+    scale = next(row for row in table if row[0].startswith("σ"))
+    assert f"from {peft_luca.config.OWN_RECIPE['scale']:g}" in scale[3]
+
+
+def test_figures_in_the_readme_are_those_of_the_results():
+    """Each row of the README's table of figures names its results file and the summary's entries that it shows."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|(.+?)\| `(\w+\.json)` \|$", text, re.M)
+    assert rows
+    for cells, file in rows:
+        summary = json.loads((ROOT / "examples" / "benchmarks" / "results" / file).read_text())["summary"]
+        shown = [float(value) for value in re.findall(r"\d\.\d{3}", cells)]
+        known = {round(entry["mean"], 3) for entry in summary.values()}
+        assert shown
+        assert set(shown) <= known, f"{file}: {set(shown) - known}"

@@ -1,0 +1,84 @@
+"""The example as a person runs it: as a process, with no argument but where to write, and again in the same folder."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = str(ROOT / "examples" / "cil.py")
+
+
+def run(*arguments, launcher=(sys.executable,)):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*launcher, EXAMPLE, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def demonstration(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demonstration")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    return folder, run("--output_dir", folder, launcher=launcher)
+
+
+def test_it_learns_ten_digits_in_five_tasks(demonstration):
+    folder, first = demonstration
+    assert first.returncode == 0, first.stderr[-3000:]
+    results = json.loads((folder / "results.json").read_text())
+    assert [len(task["classes"]) for task in results["tasks"]] == [2] * 5
+    assert sorted(results["classes"]) == list("0123456789")
+    # The literature's order of the classes.
+    assert results["classes"][:4] == ["4", "2", "7", "6"]
+    assert results["last_accuracy"] > 0.93
+    assert results["task_known_accuracy"] > 0.98
+    assert results["task_known_forgetting"] == 0.0
+    assert results["last_accuracy"] < results["task_known_accuracy"]
+
+
+def test_the_table_says_what_the_results_file_says(demonstration):
+    folder, first = demonstration
+    results = json.loads((folder / "results.json").read_text())
+    for label, name in (("Ā", "average_accuracy"), ("A_B", "last_accuracy"), ("forgetting", "forgetting")):
+        luca, class_means = re.search(rf"{label} +(\d\.\d+) +(\d\.\d+)", first.stdout).groups()
+        assert float(luca) == pytest.approx(results[name], abs=5e-4)
+        assert 0.0 <= float(class_means) <= 1.0
+    assert len(re.findall(r"^task \d/5 task_\d \(", first.stdout, re.M)) == 5
+
+
+def test_only_json_and_safetensors_are_written(demonstration):
+    folder, _ = demonstration
+    files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    adapters = [f"task_{t}/{name}" for t in range(5) for name in ("adapter_config.json", "adapter_model.safetensors")]
+    assert files == sorted([*adapters, "experts.json", "preprocessor_config.json", "results.json"])
+
+
+def test_running_it_again_goes_on_and_changes_nothing(demonstration):
+    folder, _ = demonstration
+    before = {file: file.read_bytes() for file in folder.rglob("*.safetensors")}
+    results = json.loads((folder / "results.json").read_text())
+    again = run("--output_dir", folder)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "going on after 5 of 5 tasks" in again.stdout
+    assert not re.search(r"^task \d/5", again.stdout, re.M)
+    assert {file: file.read_bytes() for file in folder.rglob("*.safetensors")} == before
+    assert json.loads((folder / "results.json").read_text()) == results
+
+
+def test_another_recipe_in_the_same_folder_is_refused(demonstration):
+    folder, _ = demonstration
+    refused = run("--output_dir", folder, "--recipe", "paper")
+    assert refused.returncode != 0
+    assert "holds a run with other settings" in refused.stderr
+
+
+def test_an_increment_that_is_too_large_is_refused_before_anything_is_written(tmp_path):
+    refused = run("--output_dir", tmp_path / "out", "--increment", "11")
+    assert refused.returncode != 0
+    assert "increment" in refused.stderr
+    assert not (tmp_path / "out").exists()
