@@ -199,8 +199,10 @@ class ContinualTrainer(Trainer):
             self._steps_before += self.state.global_step
             if self.args.class_mean_rows and self.luca_config.head == "cosine":
                 self._set_rows_to_class_means(task)
+            if self.args.statistics:
+                self._collect_statistics(task)
             self.tuner.set_requires_grad(task.name, False)
-            self.tuner.set_router(self.args.router)
+            self._set_router()
             self._finish(task, output, time.perf_counter() - started)
         except BaseException:
             if task.name not in self._learnt:
@@ -337,6 +339,17 @@ class ContinualTrainer(Trainer):
         labels = self._ids(train.labels, task.classes)
         self.tuner.layer.set_rows_to_class_means(task.name, train.features.to(device), labels.to(device), adapted)
 
+    def _collect_statistics(self, task: Task) -> None:
+        train, rank = self.features(task, "train"), self.args.statistics_rank
+        own = self._ids(train.labels, task.classes)
+        self.tuner.collect_statistics(
+            task.name, train.features, own, None if rank < 0 else rank, self.args.statistics_random_features
+        )
+
+    def _set_router(self) -> None:
+        scope = {} if self.args.routing_scope == "sample" else {"routing_scope": self.args.routing_scope}
+        self.tuner.set_router(self.args.router, **scope)
+
     def _drop_expert(self, task: Task) -> None:
         """Leave the model as it was before a task that could not be finished."""
         if not isinstance(self.model, PeftModel) or task.name not in self.tuner.experts:
@@ -346,7 +359,7 @@ class ContinualTrainer(Trainer):
             self.model_wrapped = self.model
         else:
             self.model.delete_adapter(task.name)
-            self.tuner.set_router(self.args.router)
+            self._set_router()
 
     @contextmanager
     def _learning(self, task: Task, seed: int) -> Iterator[Any]:
@@ -532,8 +545,10 @@ class ContinualTrainer(Trainer):
         self.model = self.model_wrapped = load_experts(self.model, sources)
         self._records = records
         self._steps_before = sum(record["steps"] for record in records)
-        self.tuner.set_router(self.args.router)
+        self._set_router()
         self._follow_labels()
+
+        self._set_router()
         self._say(f"going on after {len(records)} of {len(self.stream)} tasks found in {folder}")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
