@@ -547,8 +547,6 @@ class ContinualTrainer(Trainer):
         self._steps_before = sum(record["steps"] for record in records)
         self._set_router()
         self._follow_labels()
-
-        self._set_router()
         self._say(f"going on after {len(records)} of {len(self.stream)} tasks found in {folder}")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from peft_luca.statistics import STATISTICS_NAME, ClassStatistics, Gaussian, Prototype, Ridge, pool, unit_features
+from peft_luca.closed_form import Gaussian, Prototype, Ridge
+from peft_luca.statistics import STATISTICS_NAME, ClassStatistics, pool, unit_features
 
 
 NAMES = ("ant", "bee", "cat", "dog", "eel")
@@ -213,7 +214,7 @@ def test_blocks_change_nothing_but_memory(monkeypatch):
     x, y = images()
     gaussian = Gaussian(ClassStatistics.collect(x, y, NAMES))
     whole = gaussian.scores(x)
-    monkeypatch.setattr("peft_luca.statistics.BUDGET", 1)
+    monkeypatch.setattr("peft_luca.closed_form.BUDGET", 1)
     torch.testing.assert_close(gaussian.scores(x), whole, rtol=1e-6, atol=1e-6)
 
 
