@@ -62,12 +62,8 @@ class Prototype(Classifier):
     ) -> None:
         _check_share("shrinkage", shrinkage)
         covariance, freedom = _pooled_covariance(statistics)
-        d = len(covariance)
-        trace, square = covariance.trace(), covariance.square().sum()
-        spread = square - trace**2 / d
-        if shrinkage is None:
-            shrinkage = min(1.0, float((square + trace**2) / (freedom * spread))) if freedom and spread > 0 else 1.0
-        self.shrinkage = shrinkage
+        d, trace = len(covariance), covariance.trace()
+        self.shrinkage = shrinkage = _ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
         self.temperature = _temperature(temperature, d)
         shrunk = (1 - shrinkage) * covariance + shrinkage * trace / d * torch.eye(d, dtype=torch.float64)
         # What float64 cannot tell from zero is no direction to divide by.
@@ -86,14 +82,14 @@ class Gaussian(Classifier):
     A Gaussian per class: Σ_k = (1-γ)·[(1-α)·S_k + α·P] + γ·t_k·I, with S_k the class's covariance, P the pooled one
     and t_k the mean of the bracket's diagonal (Friedman 1989). Scores are -½·(x-μ)ᵀΣ_k⁻¹(x-μ) - ½·β·log|Σ_k|.
 
-    The three strengths are constants: those that leave-one-out over the *training* images of one data set chose (see
-    docs/routing.md). They are not fitted to the data at hand.
+    α and β are constants. γ is Ledoit & Wolf's strength for as many images as the bracket is worth, and so falls as
+    images come in. None of them is fitted to an image that is not in the statistics; see the routing page of the docs.
 
     Args:
         statistics ([`ClassStatistics`]): Pooled.
         shrinkage (`float`, *optional*, defaults to `0.8`): α, 0 to 1.
-        sphere (`float`, *optional*, defaults to `0.1`): γ, 0 to 1.
-        volume (`float`, *optional*, defaults to `0.5`): β: how much the classes' volumes count.
+        sphere (`float`, *optional*): γ, 0 to 1, in place of the rule's.
+        volume (`float`, *optional*, defaults to `0.0`): β: how much the classes' volumes count; 1 in the density.
         temperature (`float`, *optional*): Divides the scores; √d/3 by default.
     """
 
@@ -101,15 +97,22 @@ class Gaussian(Classifier):
         self,
         statistics: ClassStatistics,
         shrinkage: float = 0.8,
-        sphere: float = 0.1,
-        volume: float = 0.5,
+        sphere: float | None = None,
+        volume: float = 0.0,
         temperature: float | None = None,
     ) -> None:
         _check_share("shrinkage", shrinkage)
         _check_share("sphere", sphere)
-        covariance, _ = _pooled_covariance(statistics)
+        covariance, pooled_freedom = _pooled_covariance(statistics)
         d = len(covariance)
         self.temperature = _temperature(temperature, d)
+        if sphere is None:
+            # Images that (1-α)·S_k + α·P is worth: its variance is that of two means put together.
+            counts = statistics.counts
+            own = torch.where(counts > 1, 1 - shrinkage, 0.0)
+            variance = own**2 / (counts - 1).clamp(min=1) + (1 - own) ** 2 / max(pooled_freedom, 1.0)
+            sphere = _ledoit_wolf(covariance, 1 / float((counts * variance).sum() / counts.sum()))
+        self.sphere = sphere
         values, basis = torch.linalg.eigh(covariance)
         values = values.clamp(min=0)
         self.basis = basis.float()
@@ -205,6 +208,13 @@ def _pooled_covariance(statistics: ClassStatistics) -> tuple[Tensor, float]:
         # One image a class: nothing is known of the spread, so that only distances count.
         return torch.eye(d, dtype=torch.float64) / d, 0.0
     return total / freedom, freedom
+
+
+def _ledoit_wolf(covariance: Tensor, freedom: float) -> float:
+    """Strength at which a Gaussian's covariance, measured with this freedom, is best shrunk toward a sphere."""
+    trace, square = float(covariance.trace()), float(covariance.square().sum())
+    spread = square - trace**2 / len(covariance)
+    return min(1.0, (square + trace**2) / (freedom * spread)) if freedom > 0 and spread > 0 else 1.0
 
 
 def _blocks(x: Tensor, width: int) -> list[tuple[int, Tensor]]:

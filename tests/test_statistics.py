@@ -148,13 +148,20 @@ def covariances(x, y):
     return means, own, scatter.sum(0) / (len(y) - 5), counts
 
 
-@pytest.mark.parametrize("strengths", [(0.8, 0.1, 0.5), (0.3, 0.05, 1.0), (1.0, 0.2, 0.0)])
+@pytest.mark.parametrize("strengths", [(0.8, None, 0.0), (0.3, 0.05, 1.0), (1.0, 0.2, 0.5)])
 def test_gaussian_is_the_discriminant_written_out(strengths):
     shrinkage, sphere, volume = strengths
     x, y = images()
     means, own, pooled, counts = covariances(x, y)
     statistics = ClassStatistics.collect(x, y, NAMES, rank=None)
     gaussian = Gaussian(statistics, shrinkage, sphere, volume, temperature=2.0)
+    if sphere is None:
+        alphas = torch.where(counts > 1, shrinkage, 1.0)
+        variance = (1 - alphas) ** 2 / (counts - 1).clamp(min=1) + alphas**2 / (len(y) - 5)
+        trace, square = pooled.trace(), pooled.square().sum()
+        sphere = (square + trace**2) / (square - trace**2 / D) * (counts * variance).sum() / len(y)
+        assert gaussian.sphere == pytest.approx(float(sphere), rel=1e-4)
+        assert 0 < sphere < 1
     test = images(seed=9)[0]
     wanted = []
     for k in range(5):
