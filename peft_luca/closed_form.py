@@ -109,8 +109,8 @@ class Gaussian(Classifier):
         if sphere is None:
             # Images that (1-α)·S_k + α·P is worth: its variance is that of two means put together.
             counts = statistics.counts
-            own = torch.where(counts > 1, 1 - shrinkage, 0.0)
-            variance = own**2 / (counts - 1).clamp(min=1) + (1 - own) ** 2 / max(pooled_freedom, 1.0)
+            share = torch.where(counts > 1, 1 - shrinkage, 0.0)
+            variance = share**2 / (counts - 1).clamp(min=1) + (1 - share) ** 2 / max(pooled_freedom, 1.0)
             sphere = _ledoit_wolf(covariance, 1 / float((counts * variance).sum() / counts.sum()))
         self.sphere = sphere
         values, basis = torch.linalg.eigh(covariance)

@@ -29,6 +29,7 @@ from .features import FeatureDataset, ImageCollator, extract_features, image_siz
 from .hub import load_experts, save_experts, tuner_of, write_json
 from .metrics import forgetting, summarize
 from .model import LucaModel, check_expert_name, find_head
+from .sparsity import luca_parameters, soft_threshold
 from .streams import DatasetLike, Task, TaskStream
 from .training_args import CONFIG_RECIPES, ContinualTrainingArguments
 
@@ -41,7 +42,7 @@ RESULTS_FORMAT = 1
 SETTINGS = (
     "recipe learning_rate num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps optim "
     "optim_args lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm label_smoothing_factor "
-    "l1_weight negatives augmentation schedule_per_epoch class_mean_rows router seed data_seed"
+    "l1_weight l1_proximal negatives augmentation schedule_per_epoch class_mean_rows router seed data_seed"
 ).split()
 
 
@@ -285,7 +286,8 @@ class ContinualTrainer(Trainer):
             for name, part in (("cross_entropy", cross_entropy), ("l1_penalty", l1)):
                 self._loss_parts[name] = self._loss_parts.get(name, 0.0) + part.detach()
             self._loss_batches += 1
-        loss = cross_entropy + l1
+        # The proximal step takes the place of the penalty's gradient.
+        loss = cross_entropy + (l1.detach() if self.args.l1_proximal else l1)
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -299,6 +301,14 @@ class ContinualTrainer(Trainer):
             super().log(logs, start_time)
         finally:
             self.state.global_step = own_step
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.args.l1_proximal and self._task is not None:
+            parameters = list(luca_parameters(self.tuner.layer, self._task.name).values())
+            weight = self.args.l1_weight or 0.0
+            optimizer.register_step_post_hook(lambda stepped, *_: soft_threshold(stepped, parameters, weight))
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not self.args.schedule_per_epoch or self.lr_scheduler is not None:

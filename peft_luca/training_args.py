@@ -64,6 +64,8 @@ class ContinualTrainingArguments(TrainingArguments):
             `"paper"`: as in the authors' code, see the paper page of the docs.
         l1_weight (`float`, *optional*):
             λ of the ℓ1 penalty λ·Σ|θ| over the LuCA module. 5e-4 in both recipes.
+        l1_proximal (`bool`, *optional*, defaults to `False`):
+            Take the penalty's step by soft-threshold, so that zeros are zeros.
         negatives (`str`, *optional*):
             `"own"`: cross-entropy over the expert's own classes. `"seen"`: over all classes seen so far, earlier rows
             frozen. Own in the own recipe, seen in the paper's.
@@ -106,6 +108,7 @@ class ContinualTrainingArguments(TrainingArguments):
 
     recipe: str = field(default="own", metadata={"help": "Defaults to train by.", "choices": tuple(RECIPES)})
     l1_weight: float | None = field(default=None, metadata={"help": "Weight of the l1 penalty on the LuCA module."})
+    l1_proximal: bool = field(default=False, metadata={"help": "Soft-threshold, so that zeros are zeros."})
     negatives: str | None = field(default=None, metadata={"help": "Classes in the loss.", "choices": ("own", "seen")})
     augmentation: bool | None = field(default=None, metadata={"help": "Random resized crop and horizontal flip."})
     schedule_per_epoch: bool | None = field(default=None, metadata={"help": "Change the learning rate per epoch."})
