@@ -60,17 +60,17 @@ def overlap_report(layer: LucaLayer, tolerance: float = 0.0) -> dict[str, Any]:
     Returns:
         `dict`: `sparsity` (expert → share of zeros among its LuCA parameters); and means over all pairs of experts,
         `None` where there is no pair: `overlap` (numbers that neither has at zero, among those that one has not),
-        `cosine` (of the weight matrices) and `subspace_cosine` (root mean square of the cosines of the principal angles
-        between the row spaces of the first weights of their branches: √(r/d) for random ones, 1 for the same).
+        `cosine` (of the weight matrices) and `subspace_cosine` (root mean square of the cosines of the principal
+        angles between the row spaces of the first weights of their branches: √(r/d) for random ones, 1 for the same).
     """
     experts = list(layer.configs)
     parameters = [luca_parameters(layer, name) for name in experts]
     flat = [torch.cat([p.flatten() for p in found.values()]).double() for found in parameters]
     alive = [vector.abs() > tolerance for vector in flat]
-    bases = [
-        {key: _row_space(p.double()) for key, p in found.items() if "down" in key and p.ndim == 2}
-        for found in parameters
-    ]
+    # Gains of the LayerNorm are near 1 in every expert and would drown the rest.
+    matrices = [torch.cat([p.flatten() for p in found.values() if p.ndim == 2]).double() for found in parameters]
+    downs = [{k: p for k, p in found.items() if "down" in k and p.ndim == 2} for found in parameters]
+    bases = [{key: _row_space(p.double()) for key, p in found.items()} for found in downs]
     pairs = [(i, j) for j in range(len(experts)) for i in range(j) if flat[i].shape == flat[j].shape]
 
     def mean(values: list[Tensor]) -> float | None:

@@ -53,9 +53,9 @@ def layer_of(experts: int, args: CostArguments) -> LucaLayer:
     return layer.eval()
 
 
-def seconds(function) -> float:
+def seconds(function, *arguments) -> float:
     started = time.perf_counter()
-    function()
+    function(*arguments)
     return time.perf_counter() - started
 
 
@@ -71,12 +71,12 @@ def main() -> None:
         layer = layer_of(experts, args)
         statistics = sum(part.nbytes for part in layer.statistics.values())
         for router in args.routers:
-            ready = seconds(lambda r=router: layer.set_router(get_router(r), {}))
+            ready = seconds(layer.set_router, get_router(router), {})
             layer.route(z)
             backbone, routing = [], []
             for _ in range(args.rounds):
-                backbone.append(seconds(lambda: vit(pixels)))
-                routing.append(seconds(lambda: layer.route(z)))
+                backbone.append(seconds(vit, pixels))
+                routing.append(seconds(layer.route, z))
             rows.append(
                 {
                     "experts": experts,
