@@ -6,13 +6,15 @@ import warnings
 
 import pytest
 import torch
+from conftest import make_trainer
 from peft import PeftModel, get_peft_model
 from transformers import ViTConfig, ViTForImageClassification
 
 from peft_luca import ContinualTrainingArguments, LucaConfig, load_experts, save_expert, save_experts
 from peft_luca.closed_form import Gaussian, gather_statistics
 from peft_luca.routing import ROUTERS, energy, entropy, margin, max_prob
-from peft_luca.statistics import STATISTICS_NAME, pool
+from peft_luca.sparsity import overlap_report
+from peft_luca.statistics import STATISTICS_NAME, ClassStatistics, pool
 
 
 D = 16
@@ -280,3 +282,32 @@ def test_a_plain_function_routes():
         warnings.simplefilter("error")
         output = routed(model, lambda scores, which: (torch.arange(2) != which) * torch.ones(len(scores), 1), which=1)
     assert output.expert.tolist() == [1] * 36
+
+
+def test_trainer_collects_statistics_and_goes_on_with_them(out):
+    trainer = make_trainer(out, router="gaussian", num_train_epochs=1, statistics_rank=3)
+    trainer.train()
+    for name, classes in trainer.tuner.experts.items():
+        kept = ClassStatistics.load(out / name)
+        assert kept.classes == classes
+        task = next(task for task in trainer.stream if task.name == name)
+        train = trainer.features(task, "train")
+        x = trainer.tuner.layer.unit_features(train.features.double(), name)
+        ids = [trainer.stream.classes.index(c) for c in classes]
+        assert kept.counts.tolist() == [int((train.labels == i).sum()) for i in ids]
+        torch.testing.assert_close(kept.means, torch.stack([x[train.labels == i].mean(0) for i in ids]))
+        assert max(len(factor) for factor in kept.factors) <= 3
+    again = make_trainer(out, router="gaussian", num_train_epochs=1, statistics_rank=3)
+    again.train()
+    assert again.evaluate() == trainer.evaluate()
+    with_none = make_trainer(out.parent / "none", num_train_epochs=1, statistics=False)
+    with_none.train()
+    assert not list((out.parent / "none").rglob(STATISTICS_NAME))
+
+
+def test_trainer_makes_zeros_with_the_proximal_step(out):
+    trainer = make_trainer(out, num_train_epochs=2, l1_proximal=True, l1_weight=0.05)
+    trainer.train()
+    sparsity = overlap_report(trainer.tuner.layer)["sparsity"]
+    assert min(sparsity.values()) > 0.02
+    assert max(sparsity.values()) < 1
