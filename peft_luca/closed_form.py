@@ -40,6 +40,29 @@ class Classifier:
     def log_posterior(self, x: Tensor) -> Tensor:
         return torch.log_softmax(self.scores(x) / self.temperature, dim=-1)
 
+    def log_known(self, x: Tensor) -> Tensor:
+        """Log-probability that an image is of any of the classes, (batch,): 0 where that is not judged."""
+        return x.new_zeros(x.shape[0])
+
+
+class Background:
+    """
+    One Gaussian of all training features, which stands for whatever is none of the classes: an image is known as far
+    as a class explains it better than that (relative Mahalanobis distance, https://arxiv.org/abs/2106.09022).
+    """
+
+    def __init__(self, statistics: ClassStatistics, within: Tensor) -> None:
+        counts, images = statistics.counts, float(statistics.counts.sum())
+        self.mean = (counts[:, None] * statistics.means).sum(dim=0) / images
+        apart = counts.sqrt()[:, None] * (statistics.means - self.mean)
+        total = (within * max(images - len(counts), 1.0) + apart.T @ apart) / max(images - 1, 1.0)
+        self.precision = torch.linalg.inv(_shrunk(total, _ledoit_wolf(total, images - 1))).float()
+        self.mean = self.mean.float()
+
+    def scores(self, x: Tensor) -> Tensor:
+        centred = x - self.mean.to(x)
+        return -0.5 * (centred @ self.precision.to(x) * centred).sum(dim=-1)
+
 
 class Prototype(Classifier):
     """
@@ -62,12 +85,11 @@ class Prototype(Classifier):
     ) -> None:
         _check_share("shrinkage", shrinkage)
         covariance, freedom = _pooled_covariance(statistics)
-        d, trace = len(covariance), covariance.trace()
         self.shrinkage = shrinkage = _ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
-        self.temperature = _temperature(temperature, d)
-        shrunk = (1 - shrinkage) * covariance + shrinkage * trace / d * torch.eye(d, dtype=torch.float64)
-        # What float64 cannot tell from zero is no direction to divide by.
-        shrunk += trace * 1e-10 * torch.eye(d, dtype=torch.float64)
+        self.temperature = _temperature(temperature, len(covariance))
+        self.precision = torch.linalg.inv(_shrunk(covariance, shrinkage)).float()
+        self.background = Background(statistics, covariance)
+        shrunk = _shrunk(covariance, shrinkage)
         means = statistics.means if means is None else means
         weights = torch.linalg.solve(shrunk, means.T).T  # (C, d)
         self.weights = weights.float()
@@ -75,6 +97,11 @@ class Prototype(Classifier):
 
     def scores(self, x: Tensor) -> Tensor:
         return torch.addmm(self.bias.to(x), x, self.weights.to(x).T)
+
+    def log_known(self, x: Tensor) -> Tensor:
+        # The part that all classes have in common cancels among them, but not against the background.
+        common = -0.5 * (x @ self.precision.to(x) * x).sum(dim=-1)
+        return _log_known(self.scores(x) + common[:, None], self.background.scores(x), self.temperature)
 
 
 class Gaussian(Classifier):
@@ -113,6 +140,7 @@ class Gaussian(Classifier):
             variance = share**2 / (counts - 1).clamp(min=1) + (1 - share) ** 2 / max(pooled_freedom, 1.0)
             sphere = _ledoit_wolf(covariance, 1 / float((counts * variance).sum() / counts.sum()))
         self.sphere = sphere
+        self.background = Background(statistics, covariance)
         values, basis = torch.linalg.eigh(covariance)
         values = values.clamp(min=0)
         self.basis = basis.float()
@@ -152,6 +180,9 @@ class Gaussian(Classifier):
             for i, part in _blocks(y, len(rows))
         ]
         return torch.cat(parts)
+
+    def log_known(self, x: Tensor) -> Tensor:
+        return _log_known(self.scores(x), self.background.scores(x), self.temperature)
 
 
 class Ridge(Classifier):
@@ -208,6 +239,18 @@ def _pooled_covariance(statistics: ClassStatistics) -> tuple[Tensor, float]:
         # One image a class: nothing is known of the spread, so that only distances count.
         return torch.eye(d, dtype=torch.float64) / d, 0.0
     return total / freedom, freedom
+
+
+def _log_known(scores: Tensor, background: Tensor, temperature: float) -> Tensor:
+    """Log-odds of any class against the background → log-probability of any class."""
+    best = torch.logsumexp(scores / temperature, dim=-1)
+    return best - torch.logaddexp(best, background / temperature)
+
+
+def _shrunk(covariance: Tensor, strength: float) -> Tensor:
+    """A covariance shrunk toward a sphere, and kept away from what float64 cannot tell from zero."""
+    d, trace = len(covariance), covariance.trace()
+    return (1 - strength) * covariance + (strength / d + 1e-10) * trace * torch.eye(d, dtype=torch.float64)
 
 
 def _ledoit_wolf(covariance: Tensor, freedom: float) -> float:
@@ -306,9 +349,10 @@ class StatisticsRouting:
         if self.shared:
             self.nearness = Prototype(pooled, means=torch.cat([parts[name].means for name in self.experts]))
 
-    def __call__(self, x: Tensor, own_scores: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, own_scores: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """
-        Unit features `(batch, d)` → log-posterior of the classes `(batch, C)`, and the expert to credit `(batch,)`.
+        Unit features `(batch, d)` → log-posterior of the classes `(batch, C)`, the expert to credit `(batch,)`, and
+        the confidence `(batch,)`: probability of the answered class, when the image may be of none.
 
         Args:
             own_scores (function): Indices of images and an expert's name → its scores of its own classes.
@@ -323,7 +367,8 @@ class StatisticsRouting:
             posterior = torch.log_softmax(posterior, dim=-1)
         best = posterior.argmax(dim=1, keepdim=True)
         owner = torch.where(self.part_class == best, joint, -torch.inf).argmax(dim=1)
-        return posterior, self.part_expert[owner]
+        confidence = (posterior.amax(dim=1) + self.classifier.log_known(x)).exp()
+        return posterior, self.part_expert[owner], confidence
 
     def _ask(self, joint: Tensor, own_scores: Callable[[Tensor, str], Tensor]) -> Tensor:
         """Let the likeliest experts of each image have their say in which of their classes it is."""

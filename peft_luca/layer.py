@@ -356,13 +356,13 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             logits = logits[torch.arange(chunk.shape[0], device=device), chosen]  # (batch, C)
             chunks.append((logits, chosen, entropies.gather(1, chosen[:, None])[:, 0], entropies, costs))
         logits, chosen, certain, *rest = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        if isinstance(router, StatisticsRouter):
+            return RoutingOutput(logits, chosen, certain, None, rest[0], rest[0] < common.unknown_below)
         if common.routing_scope == "batch":
             logits, chosen = self._one_expert(z, rest[1])
             certain = rest[0].gather(1, chosen[:, None])[:, 0]
-        temperature = options.get("temperature", 1.0) if rest else 1.0
-        confidence = torch.softmax(logits.float() / temperature, dim=-1).amax(dim=-1)
-        asked = rest[0] if rest else None
-        return RoutingOutput(logits, chosen, certain, asked, confidence, confidence < common.unknown_below)
+        confidence = torch.softmax(logits.float() / options.get("temperature", 1.0), dim=-1).amax(dim=-1)
+        return RoutingOutput(logits, chosen, certain, rest[0], confidence, confidence < common.unknown_below)
 
     def _one_expert(self, z: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
         """The released evaluation's choice: the expert of the lowest mean cost answers the whole batch."""
@@ -371,13 +371,13 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         logits = scores if self.class_index.complete else fill_unknown(scores, known)
         return logits[:, 0], torch.full((len(z),), t, device=z.device)
 
-    def _route_by_statistics(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, expert and entropy by the statistics router that is set."""
+    def _route_by_statistics(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits, expert, entropy and confidence by the statistics router that is set."""
         routing = self.statistics_routing
-        posterior, expert = routing(
+        posterior, expert, confidence = routing(
             self.unit_features(z, routing.experts[0]), lambda images, name: self.own_scores(z[images], name)
         )
-        return posterior, expert, torch.special.entr(posterior.exp()).sum(dim=-1)
+        return posterior, expert, torch.special.entr(posterior.exp()).sum(dim=-1), confidence
 
     def unit_features(self, z: Tensor, adapter_name: str) -> Tensor:
         """[CLS] as the statistics have it: standardised by the expert's reference, of length 1, at least float32."""

@@ -40,6 +40,7 @@ ROUTERS = "entropy", "max_prob", "margin", "energy", "prototype", "gaussian", "r
 ORDERS = (1993, 0, 1, 2, 3)
 RELEASED_BATCH = 48
 RANPAC_WIDTH = 10_000
+RANPAC_SEEDS = 3
 
 
 @dataclass
@@ -184,8 +185,8 @@ def ranpac(x, y, test, seed: int) -> torch.Tensor:
     """RanPAC: ridge on random ReLU features, of the strength of best leave-one-out accuracy on the training images."""
     generator = torch.Generator().manual_seed(seed)
     directions = torch.randn(x.shape[1], RANPAC_WIDTH, generator=generator).double()
-    h, targets = torch.relu(x @ directions), torch.eye(int(y.max()) + 1).double()[y]
-    values, basis = torch.linalg.eigh(h @ h.T)
+    h, targets = torch.relu(x @ directions).float(), torch.eye(int(y.max()) + 1).double()[y]
+    values, basis = torch.linalg.eigh((h @ h.T).double())
     best = (-1.0, None)
     values, turned = values.clamp(min=0), basis.T @ targets
     for strength in float(values.mean()) * 10.0 ** np.arange(-4, 3.1, 0.5):
@@ -194,7 +195,7 @@ def ranpac(x, y, test, seed: int) -> torch.Tensor:
         left_out = accuracy(targets - dual / diagonal[:, None], y)
         if left_out > best[0]:
             best = (left_out, dual)
-    return torch.relu(test @ directions) @ (h.T @ best[1])
+    return torch.relu(test @ directions) @ (h.T.double() @ best[1])
 
 
 def regularised_discriminant(x, y, test) -> torch.Tensor:
@@ -215,7 +216,7 @@ def regularised_discriminant(x, y, test) -> torch.Tensor:
 def linear_probe(x, y, test) -> torch.Tensor:
     """Logistic regression on all training images at once; its strength by cross-validation on them."""
     probe = LogisticRegressionCV(
-        Cs=[1e-3, 1e-2, 0.1, 1.0], cv=3, max_iter=200, scoring="accuracy", l1_ratios=(0,), use_legacy_attributes=False
+        Cs=[3e-3, 0.03, 0.3], cv=3, max_iter=100, scoring="accuracy", l1_ratios=(0,), use_legacy_attributes=False
     )
     return torch.from_numpy(probe.fit(x.numpy(), y.numpy()).decision_function(test.numpy()))
 
@@ -237,7 +238,9 @@ def measure_baselines(features: Features, layer, seeds: list[int]) -> dict[str, 
         lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=uniform)
         scores = lda.fit(x.numpy(), y.numpy()).decision_function(z.numpy())
         found[f"LDA, {kind}"] = [accuracy(torch.from_numpy(scores), test.labels)]
-        found[f"RanPAC 10,000, {kind}"] = [accuracy(ranpac(x, y, z, seed), test.labels) for seed in seeds]
+        found[f"RanPAC 10,000, {kind}"] = [
+            accuracy(ranpac(x, y, z, seed), test.labels) for seed in seeds[:RANPAC_SEEDS]
+        ]
     scores = regularised_discriminant(unit[0], y, unit[1])
     found["regularised discriminant, unit features"] = [accuracy(scores, test.labels)]
     for kind, (x, z) in (("unit features", unit), ("standardised by all tasks", raw)):
@@ -253,7 +256,7 @@ def summarise(values: list[float]) -> dict[str, float]:
 
 def main() -> None:
     (args,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses()
-    warnings.filterwarnings("ignore", message="routing_scope")
+    warnings.filterwarnings("ignore", message="routing_scope|Adapter|lbfgs")
     torch.set_num_threads(1)
     processor = AutoImageProcessor.from_pretrained(args.model)
     features = Features(args, processor)
@@ -266,6 +269,10 @@ def main() -> None:
             print(baselines, flush=True)
         rows.append({"class_order_seed": seed, "routers": measure(trainer, features)})
         print(rows[-1], flush=True)
+        write(args, rows, baselines)  # what is measured is kept, should the next order be interrupted
+
+
+def write(args: BenchmarkArguments, rows: list[dict], baselines: dict) -> None:
     summary = {
         router: {
             figure: summarise([row["routers"][router][figure] for row in rows])
@@ -278,7 +285,7 @@ def main() -> None:
         "dataset": Path(args.dataset).name,
         "increment": args.increment,
         "init_classes": args.init_classes,
-        "class_order_seeds": args.class_order_seeds,
+        "class_order_seeds": [row["class_order_seed"] for row in rows],
     }
     write_results(args.output, setting=setting, summary=summary, baselines_last_accuracy=baselines, rows=rows)
 
