@@ -230,3 +230,23 @@ def test_refuses_strengths_out_of_range(options):
     x, y = images()
     with pytest.raises(ValueError, match=r"between 0 and 1|above 0"):
         Gaussian(ClassStatistics.collect(x, y, NAMES), **options)
+
+
+@pytest.mark.parametrize("classifier", [Gaussian, Prototype])
+def test_what_the_background_explains_better_is_not_known(classifier):
+    x, y = images(sizes=(60, 50, 40, 50, 60))
+    made = classifier(ClassStatistics.collect(x, y, NAMES, rank=None), temperature=2.0)
+    centred = x - x.mean(0)
+    total = centred.T @ centred / (len(x) - 1)
+    trace, square = total.trace(), total.square().sum()
+    strength = (square + trace**2) / ((len(x) - 1) * (square - trace**2 / D))
+    total = (1 - strength) * total + strength * trace / D * torch.eye(D).double()
+    test = torch.cat([images(seed=9)[0], x[:5]])
+    background = -0.5 * ((test - x.mean(0)) @ torch.linalg.inv(total) * (test - x.mean(0))).sum(1)
+    torch.testing.assert_close(made.background.scores(test), background, rtol=1e-3, atol=1e-3)
+    scores = made.scores(test)
+    if classifier is Prototype:  # in full: with the part that all classes share
+        scores = scores - 0.5 * (test @ made.precision.double() * test).sum(1, keepdim=True)
+    total = torch.cat([scores, background[:, None]], 1).div(2.0).softmax(1)[:, :-1].sum(1)
+    torch.testing.assert_close(made.log_known(test).exp(), total, rtol=1e-3, atol=1e-3)
+    assert made.log_known(x).exp().mean() > made.log_known(images(seed=9)[0]).exp().mean()

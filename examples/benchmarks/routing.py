@@ -230,6 +230,7 @@ def measure_baselines(features: Features, layer, seeds: list[int]) -> dict[str, 
     raw = [part.features.double() for part in (train, test)]
     y = train.labels
     found: dict[str, list[float]] = {}
+    draws = seeds[:RANPAC_SEEDS]
     uniform = np.full(len(classes), 1 / len(classes))
     for kind, (x, z) in (("unit features", unit), ("raw [CLS]", raw)):
         means = torch.stack([x[y == k].mean(0) for k in range(len(classes))])
@@ -238,9 +239,7 @@ def measure_baselines(features: Features, layer, seeds: list[int]) -> dict[str, 
         lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=uniform)
         scores = lda.fit(x.numpy(), y.numpy()).decision_function(z.numpy())
         found[f"LDA, {kind}"] = [accuracy(torch.from_numpy(scores), test.labels)]
-        found[f"RanPAC 10,000, {kind}"] = [
-            accuracy(ranpac(x, y, z, seed), test.labels) for seed in seeds[:RANPAC_SEEDS]
-        ]
+        found[f"RanPAC 10,000, {kind}"] = [accuracy(ranpac(x, y, z, seed), test.labels) for seed in draws]
     scores = regularised_discriminant(unit[0], y, unit[1])
     found["regularised discriminant, unit features"] = [accuracy(scores, test.labels)]
     for kind, (x, z) in (("unit features", unit), ("standardised by all tasks", raw)):

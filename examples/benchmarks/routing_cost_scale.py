@@ -27,10 +27,10 @@ class CostArguments:
     classes_each: int = field(default=5, metadata={"help": "Classes of an expert."})
     rank: int = field(default=64, metadata={"help": "Rank of a class's scatter."})
     routers: list[str] = field(
-        default_factory=lambda: ["prototype", "gaussian", "hybrid", "entropy"], metadata={"help": "Routers."}
+        default_factory=lambda: ["gaussian", "hybrid", "entropy"], metadata={"help": "Routers."}
     )
     batch: int = field(default=16, metadata={"help": "Images in a batch."})
-    rounds: int = field(default=5, metadata={"help": "Times that both are measured, in turn."})
+    rounds: int = field(default=3, metadata={"help": "Times that both are measured, in turn."})
     output: str = field(default="routing_cost_scale.json", metadata={"help": "Where the figures go."})
 
 
@@ -92,8 +92,8 @@ def main() -> None:
                 }
             )
             print(rows[-1], flush=True)
-    setting = {"batch": args.batch, "rounds": args.rounds, "rank": args.rank, "width": 768}
-    write_results(args.output, setting=setting, rows=rows)
+            setting = {"batch": args.batch, "rounds": args.rounds, "rank": args.rank, "width": 768}
+            write_results(args.output, setting=setting, rows=rows)
 
 
 if __name__ == "__main__":
