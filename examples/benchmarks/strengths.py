@@ -1,6 +1,6 @@
 """
-Where the `gaussian` router's constants come from: leave-one-out over the training images, in closed form. No test image
-is read.
+Where the `gaussian` router's constants come from: leave-one-out over the training images, in closed form. No test
+image is read.
 
     python examples/benchmarks/strengths.py --model ../shared/models/dinov2-small --dataset ../shared/data/emoji \
         --output examples/benchmarks/results/strengths_emoji.json
@@ -32,8 +32,8 @@ class StrengthArguments(BenchmarkArguments):
 
 def left_out(x: Tensor, y: Tensor, alpha: float, gamma: float) -> tuple[Tensor, Tensor]:
     """
-    Squared distances and log-volumes (images, classes) of each training image, as if it had not been there: its class's
-    mean and scatter and the pooled scatter lose one direction each (Sherman & Morrison).
+    Squared distances and log-volumes (images, classes) of each training image, as if it had not been there: its
+    class's mean and scatter and the pooled scatter lose one direction each (Sherman & Morrison).
     """
     classes, d = int(y.max()) + 1, x.shape[1]
     counts = torch.bincount(y).double()
