@@ -51,17 +51,20 @@ class Background:
     as a class explains it better than that (relative Mahalanobis distance, https://arxiv.org/abs/2106.09022).
     """
 
-    def __init__(self, statistics: ClassStatistics, within: Tensor) -> None:
+    def __init__(self, statistics: ClassStatistics, within: Tensor, volume: float) -> None:
         counts, images = statistics.counts, float(statistics.counts.sum())
         self.mean = (counts[:, None] * statistics.means).sum(dim=0) / images
         apart = counts.sqrt()[:, None] * (statistics.means - self.mean)
         total = (within * max(images - len(counts), 1.0) + apart.T @ apart) / max(images - 1, 1.0)
-        self.precision = torch.linalg.inv(_shrunk(total, _ledoit_wolf(total, images - 1))).float()
+        total = _shrunk(total, _ledoit_wolf(total, images - 1))
+        self.precision = torch.linalg.inv(total).float()
+        # The background is wider than the classes, whose log-volume this is, and so thinner everywhere.
+        self.constant = -0.5 * (float(torch.logdet(total)) - volume)
         self.mean = self.mean.float()
 
     def scores(self, x: Tensor) -> Tensor:
         centred = x - self.mean.to(x)
-        return -0.5 * (centred @ self.precision.to(x) * centred).sum(dim=-1)
+        return -0.5 * (centred @ self.precision.to(x) * centred).sum(dim=-1) + self.constant
 
 
 class Prototype(Classifier):
@@ -87,9 +90,9 @@ class Prototype(Classifier):
         covariance, freedom = _pooled_covariance(statistics)
         self.shrinkage = shrinkage = _ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
         self.temperature = _temperature(temperature, len(covariance))
-        self.precision = torch.linalg.inv(_shrunk(covariance, shrinkage)).float()
-        self.background = Background(statistics, covariance)
         shrunk = _shrunk(covariance, shrinkage)
+        self.background = Background(statistics, covariance, float(torch.logdet(shrunk)))
+        self.precision = torch.linalg.inv(shrunk).float()
         means = statistics.means if means is None else means
         weights = torch.linalg.solve(shrunk, means.T).T  # (C, d)
         self.weights = weights.float()
@@ -140,7 +143,6 @@ class Gaussian(Classifier):
             variance = share**2 / (counts - 1).clamp(min=1) + (1 - share) ** 2 / max(pooled_freedom, 1.0)
             sphere = _ledoit_wolf(covariance, 1 / float((counts * variance).sum() / counts.sum()))
         self.sphere = sphere
-        self.background = Background(statistics, covariance)
         values, basis = torch.linalg.eigh(covariance)
         values = values.clamp(min=0)
         self.basis = basis.float()
@@ -166,6 +168,8 @@ class Gaussian(Classifier):
             rows.append(reduced.float())
             row_class.append(torch.full((len(reduced),), k))
             offsets.append((reduced @ means[k]).float())
+        # The mean of the log-volumes by which classes do not differ, as far as they are left out of the scores.
+        self.background = Background(statistics, covariance, (1 - volume) * float(volumes.mean()))
         self.inverse = inverse.float()
         self.linear = (means * inverse).float()
         self.constant = (-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float()
