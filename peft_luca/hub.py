@@ -16,8 +16,10 @@ from peft import PeftModel
 from peft.utils import CONFIG_NAME
 from torch import nn
 
+from .closed_form import StatisticsRouter
 from .model import NAME_RULE, LucaModel
-from .routing import ROUTERS
+from .routing import router_name
+from .statistics import STATISTICS_NAME, ClassStatistics
 
 
 MANIFEST_NAME = "experts.json"
@@ -39,7 +41,7 @@ def write_json(path: Path, content: Any) -> None:
         raise
 
 
-def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str]) -> None:
+def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str], *, statistics: bool = True) -> None:
     """
     Save one expert as an ordinary PEFT adapter at the root of a folder, whole or not at all. An adapter that is there
     already is replaced.
@@ -48,6 +50,10 @@ def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str]) 
         model ([`~peft.PeftModel`]): The model.
         name (`str`): The expert.
         directory (`str` or `PathLike`): The folder.
+        statistics (`bool`, *optional*, defaults to `True`):
+            Write the statistics of its training images beside it, where it has any. They reveal each class's count,
+            mean and main directions, which for a class of few images is nearly its images' features: see the routing
+            page of the docs. `False` also takes away those that are there.
 
     Raises:
         ValueError: the model has no such expert.
@@ -63,6 +69,12 @@ def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str]) 
         model.save_pretrained(str(staging), selected_adapters=[name], save_embedding_layers=False)
         written = staging if name == "default" else staging / name
         target.mkdir(exist_ok=True)
+        part = tuner.layer.statistics.get(name)
+        part = ClassStatistics.load(part) if isinstance(part, Path) and statistics else part
+        if isinstance(part, ClassStatistics) and statistics:
+            part.save(target)
+        else:
+            (target / STATISTICS_NAME).unlink(missing_ok=True)
         # The weights come first: a folder counts as an adapter once it has a config.
         for file in sorted(written.glob("adapter_*"), key=lambda file: file.name == CONFIG_NAME):
             with open(file, "rb") as content:
@@ -72,7 +84,13 @@ def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str]) 
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def save_experts(model: PeftModel, directory: str | os.PathLike[str], names: Sequence[str] | None = None) -> None:
+def save_experts(
+    model: PeftModel,
+    directory: str | os.PathLike[str],
+    names: Sequence[str] | None = None,
+    *,
+    statistics: bool = True,
+) -> None:
     """
     Save a collection: one PEFT adapter per subfolder, and `experts.json` with their order, classes and the router.
 
@@ -80,11 +98,19 @@ def save_experts(model: PeftModel, directory: str | os.PathLike[str], names: Seq
         model ([`~peft.PeftModel`]): The model.
         directory (`str` or `PathLike`): The folder.
         names (`Sequence[str]`, *optional*): The experts to write; the manifest always lists all. All by default.
+        statistics (`bool`, *optional*, defaults to `True`): Write their statistics too; see [`save_expert`].
 
     Raises:
-        ValueError: the router is a function of your own, which no file can hold.
+        ValueError:
+            the router is a function of your own, which no file can hold, or it needs the statistics that were left
+            out.
     """
     tuner, folder = tuner_of(model), Path(directory)
+    if isinstance(tuner.layer.router, StatisticsRouter) and not statistics:
+        raise ValueError(
+            "the router that is set needs the experts' statistics, which statistics=False leaves out. Save with "
+            "set_router('entropy') or set_router(None)."
+        )
     manifest = {
         "format": MANIFEST_FORMAT,
         "experts": [{"name": name, "classes": list(classes)} for name, classes in tuner.experts.items()],
@@ -93,7 +119,7 @@ def save_experts(model: PeftModel, directory: str | os.PathLike[str], names: Seq
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name in tuner.experts if names is None else names:
-        save_expert(model, name, folder / name)
+        save_expert(model, name, folder / name, statistics=statistics)
     write_json(folder / MANIFEST_NAME, manifest)
 
 
@@ -150,6 +176,8 @@ def load_experts(
         found.update(experts)
     for name, folder in found.items():
         model = _load_one(model, name, folder, allow_mismatch)
+        if (folder / STATISTICS_NAME).is_file():
+            tuner_of(model).layer.statistics[name] = folder  # read once a router needs them
     assert isinstance(model, PeftModel)
     if len(named) == 1 and router is not None:
         tuner_of(model).set_router(router["name"], **router["options"])
@@ -189,13 +217,13 @@ def _router_entry(tuner: LucaModel) -> dict[str, Any] | None:
     router, options = tuner.layer.router, tuner.layer.router_options
     if router is None:
         return None
-    names = [name for name, function in ROUTERS.items() if function is router]
-    if not names:
+    name = router_name(router)
+    if name is None:
         raise ValueError(
             "the router is a function of your own, which no file can hold. Save with set_router('entropy') or "
             "set_router(None), and set your function again after loading."
         )
-    return {"name": names[0], "options": options}
+    return {"name": name, "options": options}
 
 
 def _local(source: str | os.PathLike[str], revision: str | None, token: str | bool | None) -> Path:

@@ -139,7 +139,7 @@ def main() -> None:
         for name in ("continual_train", "continual_train_task")
     }
     rates = {name: round(steps / statistics.median(values), 1) for name, values in times.items()}
-    write_results(args.output, steps=steps, steps_per_second=rates, times_of_stock=ratios, seconds=times)
+    write_results(args.output, steps=steps, steps_per_cpu_second=rates, times_of_stock=ratios, seconds=times)
     print(rates, ratios)
 
 
