@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from .config import LucaConfig
 from .features import FeatureDataset, ImageCollator, extract_features, image_size
-from .hub import load_experts, save_experts, tuner_of, write_json
+from .hub import RESULTS_NAME, load_experts, save_experts, tuner_of, write_json
 from .metrics import forgetting, summarize
 from .model import LucaModel, check_expert_name, find_head
 from .streams import DatasetLike, Task, TaskStream
@@ -35,7 +35,6 @@ from .training_args import CONFIG_RECIPES, ContinualTrainingArguments
 
 logger = logging.get_logger(__name__)
 
-RESULTS_NAME = "results.json"
 RESULTS_FORMAT = 1
 # What makes a run's experts what they are. A run goes on only under the same values.
 SETTINGS = (
