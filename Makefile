@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow style quality install clean
+.PHONY: demo test test-slow test-peft style quality install clean
 
 $(BIN)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,10 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+
+# PEFT's own tests on LuCA: downloads PEFT's sdist into the user's cache.
+test-peft: install
+	$(BIN)/python -m pytest -m slow tests/test_upstream.py
 
 style: install
 	$(BIN)/ruff check --fix .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,7 +92,7 @@ class LucaConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.filled: set[str] = set()  # fields that resolve() has filled
+        self.filled: set[str] = set()  # fields that were left unset and have been filled
         self.peft_type = PeftType["LUCA"]
         if self.task_type is not None:
             raise ValueError(
@@ -129,11 +130,43 @@ class LucaConfig(PeftConfig):
         return self
 
     def template(self) -> LucaConfig:
-        """A copy to make other experts by: without classes and backbone, and unset where it was left unset."""
-        template = replace(self, classes=None, fingerprint=None, inference_mode=False)
+        """A copy to make other experts by: unset where it was left unset, and of no backbone yet."""
+        template = replace(self, fingerprint=None, inference_mode=False)
         for name in self.filled:
             setattr(template, name, None)
         return template
+
+    def widths(self, width: int) -> tuple[int, int]:
+        """
+        Widths of the adapter's and of the calibrator's bottleneck.
+
+        Args:
+            width (`int`): d, the width of [CLS].
+
+        Raises:
+            ValueError: the reduction leaves nothing of it.
+        """
+        reduced = width // self.reduction
+        widths = (self.adapter_width or reduced, self.calibrator_width or reduced)
+        if min(widths) < 1:
+            raise ValueError(
+                f"reduction is {self.reduction}, but [CLS] is only {width} wide: take a reduction of at most {width}, "
+                "or set adapter_width and calibrator_width."
+            )
+        return widths
+
+    def check_head(self, classes: Sequence[str]) -> None:
+        """
+        Refuse a linear head over one class.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        if self.head == "linear" and len(classes) < 2:
+            raise ValueError(
+                f"an expert with a linear head needs at least two classes, got {list(classes)!r}: over a single class "
+                "it is always certain. Use head='cosine'."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = super().to_dict()

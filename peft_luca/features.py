@@ -29,8 +29,8 @@ Reference = tuple[Tensor, Tensor]  # mean and deviation of [CLS], (d,) each
 
 def draw_reference_pictures(count: int, size: int, seed: int = REFERENCE_SEED) -> np.ndarray:
     """
-    The reference pictures: one to eight ellipses and boxes of random colours on a plain ground. The same on every machine
-    for the same arguments.
+    The reference pictures: one to eight ellipses and boxes of random colours on a plain ground. The same on every
+    machine for the same arguments.
 
     Args:
         count (`int`): How many; a smaller set is the beginning of a larger one.
@@ -251,9 +251,18 @@ class ImageCollator:
             sized = {"do_resize": False, "do_center_crop": False}
         batch = {"pixel_values": self.processing_class(images=images, return_tensors="pt", **sized)["pixel_values"]}
         if "labels" in rows[0]:
-            labels = [row["labels"] for row in rows]
-            batch["labels"] = torch.tensor(labels if self.label_ids is None else [self.label_ids[i] for i in labels])
+            batch["labels"] = torch.tensor([self._label(row["labels"]) for row in rows])
         return batch
+
+    def _label(self, label: int) -> int:
+        if self.label_ids is None:
+            return label
+        if label not in self.label_ids:
+            raise ValueError(
+                f"an image has the label {label}, but the experts' classes are the labels {sorted(self.label_ids)}. "
+                "Labels are the stream's global ids, stream.classes.index(name)."
+            )
+        return self.label_ids[label]
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

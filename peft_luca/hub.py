@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from .config import LucaConfig, check_classes
 from .layer import LucaLayer
-from .model import NAME_RULE, LucaModel, check_backbone, check_expert_name, find_head
+from .model import NAME_RULE, Head, LucaModel, check_backbone, check_expert_name, find_head
 from .model_card import (
     PICTURE_NAME,
     TAGS,
@@ -524,28 +524,38 @@ def _load(
         check_expert_name(name, model)
     if router is not None:
         get_router(router["name"])  # says so when there is none, before anything is loaded
-    before = tuner_of(model).active_adapters[:1] if isinstance(model, PeftModel) else None
     loaded: PeftModel | None = model if isinstance(model, PeftModel) else None
+    heads: dict[str, Head] = {}  # looked for once, where a thousand experts say the same of it
     added: list[str] = []
+    fingerprint: str | None = None
     try:
         for name, config in configs.items():
-            tensors = _read(model, name, folders[name], config)
+            key = repr((config.target_modules, config.pooled))
+            if key not in heads:
+                heads[key] = _find_head(model, folders[name], config)
+            head = heads[key]
+            if config.fingerprint is None and not allow_mismatch:
+                raise InvalidExpertError(
+                    f"{folders[name]}: expert {name!r} does not say which backbone it was trained on: its config has "
+                    "no fingerprint. Set allow_mismatch=True to load it all the same."
+                )
+            tensors = read_weights(folders[name], config, head.name, head.width)
             if loaded is None:
                 loaded = PeftModel(model, config, adapter_name=name)
             else:
-                loaded.add_adapter(name, config)
+                _add(tuner_of(loaded), name, config)
             added.append(name)
             tuner = tuner_of(loaded)
-            if len(added) == 1:
-                fingerprint = tuner.backbone.fingerprint  # one look at the trunk for all of them
+            fingerprint = fingerprint or tuner.backbone.fingerprint  # one look at the trunk for all of them
             if config.fingerprint != fingerprint:
                 check_backbone(loaded, config, name, tensors)
             _fill(tuner.layer, name, tensors)
         assert loaded is not None
+        tuner_of(loaded)._follow_outputs()
         if router is not None:
             _set_router(tuner_of(loaded), router)
     except BaseException:
-        if before is None and loaded is not None:
+        if not isinstance(model, PeftModel) and loaded is not None:
             tuner_of(loaded).unload()
         elif loaded is not None:
             for name in added:
@@ -555,31 +565,42 @@ def _load(
     return loaded
 
 
-def _read(model: nn.Module, name: str, folder: Path, config: LucaConfig) -> dict[str, Tensor]:
-    """An expert's tensors, compared with the backbone that they are to sit on."""
+def _find_head(model: nn.Module, folder: Path, config: LucaConfig) -> Head:
+    """The head that an expert says it sits on: the one that the model's experts sit on."""
     base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
     try:
         head = find_head(base, config)
     except ValueError as error:
         raise InvalidExpertError(f"{folder}: {error}") from error
-    if isinstance(model, PeftModel) and head.name != tuner_of(model).targeted_module_names[0]:
+    layers = [name for name, module in base.named_modules() if isinstance(module, LucaLayer)]
+    if layers not in ([], [head.name]):
         raise InvalidExpertError(
-            f"{folder}: expert {name!r} sits on {head.name!r}, and those of the model on "
-            f"{tuner_of(model).targeted_module_names[0]!r}."
+            f"{folder}: the expert sits on {head.name!r}, and those of the model on {layers[0]!r}."
         )
-    if config.fingerprint is None and not config.allow_mismatch:
-        raise InvalidExpertError(
-            f"{folder}: expert {name!r} does not say which backbone it was trained on: its config has no fingerprint. "
-            "Set allow_mismatch=True to load it all the same."
-        )
-    return read_weights(folder, config, head.name, head.width)
+    return head
+
+
+def _add(tuner: LucaModel, name: str, config: LucaConfig) -> None:
+    """
+    Add an expert as `PeftModel.add_adapter` does for one that is to answer only. That goes over all tensors of the
+    model for every expert, which takes many minutes where there are a thousand: this makes it by itself, and moves it.
+    """
+    layer = tuner.layer
+    config.target_modules = list(tuner.targeted_module_names)
+    config.resolve()
+    alone = LucaLayer(layer.base_layer, layer.width, layer.input_width)
+    alone.update_layer(name, config)
+    for key, parameter in alone.named_parameters():
+        if not key.startswith("base_layer."):
+            parameter.requires_grad_(False)
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()  # PEFT keeps adapters of a half-precision model in float32
+    layer.adopt(name, alone)
+    tuner.peft_config[name] = config
 
 
 def _fill(layer: LucaLayer, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """
-    Put an expert's tensors where `PeftModel.load_adapter` puts them. That goes over all tensors of the model for every
-    expert, which takes minutes where there are a thousand.
-    """
+    """Put an expert's tensors where `PeftModel.load_adapter` puts them, without going over all of the model's."""
     with torch.no_grad():
         for key, tensor in tensors.items():
             container, _, inner = key.partition(".")

@@ -75,6 +75,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         self.luca_reference_mean = BufferDict(persistent=True)
         self.luca_reference_std = BufferDict(persistent=True)
         self.configs: dict[str, LucaConfig] = {}
+        self.base_outputs: Any = None  # labels and loss of the base model, kept by LucaModel
         self.router: Router | None = None
         self.router_options: dict[str, Any] = {}
         # An active expert answers over its own classes, as any PEFT model, or over all: the paper's training needs it.
@@ -90,19 +91,14 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         """Add an expert. Its config must be resolved and its classes known."""
         assert config.classes is not None
         d, classes = self.width, len(config.classes)
-        widths = (config.adapter_width or d // config.reduction, config.calibrator_width or d // config.reduction)
-        if min(widths) < 1:
-            raise ValueError(
-                f"reduction is {config.reduction}, but [CLS] is only {d} wide: take a reduction of at most {d}, or "
-                "set adapter_width and calibrator_width."
-            )
+        adapter_width, calibrator_width = config.widths(d)
         if config.arrangement != "calibrator":
-            self.luca_adapter_down[adapter_name] = _xavier(nn.Linear(d, widths[0]))
-            self.luca_adapter_up[adapter_name] = _xavier(nn.Linear(widths[0], d))
+            self.luca_adapter_down[adapter_name] = _xavier(nn.Linear(d, adapter_width))
+            self.luca_adapter_up[adapter_name] = _xavier(nn.Linear(adapter_width, d))
             self.luca_adapter_norm[adapter_name] = nn.LayerNorm(d)
         if config.arrangement != "adapter":
-            self.luca_calibrator_down[adapter_name] = _xavier(nn.Linear(d, widths[1], bias=False))
-            self.luca_calibrator_up[adapter_name] = _xavier(nn.Linear(widths[1], d, bias=False))
+            self.luca_calibrator_down[adapter_name] = _xavier(nn.Linear(d, calibrator_width, bias=False))
+            self.luca_calibrator_up[adapter_name] = _xavier(nn.Linear(calibrator_width, d, bias=False))
         rows = torch.zeros(classes, d)
         if config.init_rows != "zeros":
             nn.init.normal_(rows, std=d**-0.5)
@@ -117,6 +113,14 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         self._class_index = None
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def adopt(self, adapter_name: str, other: LucaLayer) -> None:
+        """Take over an expert of another layer as it is, and leave this layer's own experts alone."""
+        for container in (*self.adapter_layer_names, *self.other_param_names):
+            if adapter_name in getattr(other, container):
+                getattr(self, container)[adapter_name] = getattr(other, container)[adapter_name]
+        self.configs[adapter_name] = other.configs[adapter_name]
+        self._class_index = None
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
@@ -140,6 +144,13 @@ class LucaLayer(nn.Module, BaseTunerLayer):
     def unmerge(self) -> None:
         raise NotImplementedError(MERGE_REFUSED)
 
+    def is_untrained(self, adapter_name: str) -> bool:
+        """Whether an expert is as it was made: no optimizer leaves σ, or a linear head's bias, where it was."""
+        config = self.configs[adapter_name]
+        if config.head == "linear":
+            return not bool(self.luca_class_bias[adapter_name].any())
+        return self.luca_scale[adapter_name].item() == config.scale
+
     def expected_keys(self, adapter_name: str) -> set[str]:
         """Names, relative to the layer, of every tensor that belongs to an expert."""
         keys: set[str] = set()
@@ -151,18 +162,31 @@ class LucaLayer(nn.Module, BaseTunerLayer):
                 keys.update(f"{container}.{adapter_name}{key}" for key in inner)
         return keys
 
+    @property
+    def in_features(self) -> int:
+        """As the base's head has it: other code asks the head for its shape."""
+        return self.input_width
+
+    @property
+    def out_features(self) -> int:
+        """Of the base's head; the experts' own widths are those of their rows."""
+        return int(getattr(self.base_layer, "out_features", self.input_width))
+
     # ---- the way of the data -------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
         """
-        What entered the head, (batch, input width) → logits: the active expert's (batch, K); with a router (batch, C);
-        the untouched head's when adapters are disabled. Within [`reading_features`], [CLS] itself, (batch, d).
+        What entered the head, (batch, input width) → logits: the active expert's (batch, K); with a router, or with
+        an expert named for each image, (batch, C); the untouched head's when adapters are disabled. Within
+        [`reading_features`], [CLS] itself, (batch, d).
         """
         if not torch.compiler.is_compiling() and _READ_FEATURES.get():
             return self.pooled(x)
         if self.disable_adapters or not self.active_adapters:
             output: Tensor = self.base_layer(x, *args, **kwargs)
             return output
+        if adapter_names is not None:
+            return self.mixed(self.pooled(x), adapter_names)
         return self.answer(self.pooled(x))
 
     def answer(self, z: Tensor) -> Tensor:
@@ -174,6 +198,20 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             return self.own_scores(z, name)
         scores, known = self.scores(z, [name])
         return (scores if self.class_index.complete else fill_unknown(scores, known))[:, 0]
+
+    def mixed(self, z: Tensor, adapter_names: list[str]) -> Tensor:
+        """[CLS], (batch, d), and who answers each → logits over the global label space, (batch, C)."""
+        if len(adapter_names) != len(z):
+            raise ValueError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{len(adapter_names)} and {len(z)} respectively."
+            )
+        logits: dict[int, Tensor] = {}
+        for name in dict.fromkeys(adapter_names):
+            images = [i for i, other in enumerate(adapter_names) if other == name]
+            scores, known = self.scores(z[images], [name])  # (images, 1, C)
+            logits.update(zip(images, fill_unknown(scores, known)[:, 0], strict=True))
+        return torch.stack([logits[i] for i in range(len(z))])
 
     def pooled(self, x: Tensor) -> Tensor:
         """[CLS], (batch, d), from what entered the head. Detached: the trunk is frozen."""
@@ -254,7 +292,8 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             own = index.own[name]
             if self.configs[name].head == "linear":
                 own_scores = self.own_scores(z, name)
-                scores.append(own_scores.new_zeros(len(z), len(index.classes)).index_copy(1, own, own_scores))
+                filled = own_scores.new_zeros(z.shape[0], len(index.classes))
+                scores.append(filled.index_copy(1, own, own_scores))
             else:
                 assert all_rows is not None
                 features = F.normalize(self.luca(z, name), dim=-1)
@@ -271,8 +310,10 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         index = self.class_index
         per_sample = len(self.configs) * max(index.rows, len(index.classes))
         chunks = []
-        # What one sample gets does not depend on the others, so that a large batch can be taken piece by piece.
-        for chunk in z.split(max(1, SCORES_BUDGET // max(1, per_sample))):
+        # What one sample gets does not depend on the others, so that a large batch can be taken piece by piece; but a
+        # graph that is compiled or exported holds for every batch size, and len() would fix it.
+        size = max(1, SCORES_BUDGET // max(1, per_sample))
+        for chunk in [z] if torch.compiler.is_compiling() else z.split(size):
             scores, known = self.scores(chunk)
             entropies = entropy(scores)  # (batch, experts)
             costs = (
@@ -285,7 +326,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
                 )
             expert = costs.argmin(dim=1)  # (batch,)
             logits = scores if index.complete else fill_unknown(scores, known)
-            logits = logits[torch.arange(len(chunk), device=z.device), expert]  # (batch, C)
+            logits = logits[torch.arange(chunk.shape[0], device=z.device), expert]  # (batch, C)
             chunks.append((logits, expert, entropies))
         logits, expert, entropies = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         return RoutingOutput(logits, expert, entropies.gather(1, expert[:, None])[:, 0], entropies)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
+from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from .config import LucaConfig
 from .features import BackboneFacts, reference_distance
@@ -21,29 +24,16 @@ from .layer import MERGE_REFUSED, LucaLayer, reading_features
 from .routing import Router, RoutingOutput, get_router
 
 
-# What enters the head, by `config.model_type`; see docs/concepts.md. Everything else needs `target_modules`.
+# What enters the head, by `config.model_type`; see docs/architectures.md. transformers' other image classifiers hand
+# over another pooled vector; a model that is none of them needs `target_modules`.
 CLS_FIRST = ("vit", "vit_msn", "deit", "pvt")
 CLS_AND_PATCHES = ("dinov2", "dinov2_with_registers")  # [CLS] and the patches' mean side by side
 CLS_UNLESS_POOLED = ("beit", "data2vec-vision")  # the patches' mean when config.use_mean_pooling
-NOT_CLS = (
-    "clip",
-    "metaclip_2",
-    "siglip",
-    "siglip2",
-    "ijepa",
-    "swin",
-    "swinv2",
-    "convnext",
-    "convnextv2",
-    "pvt_v2",
-    "resnet",
-)
-
 # Largest distance of [CLS] on the reference pictures, in deviations, at which another backbone still counts as the
 # same one: float16 and bfloat16 copies lie below 0.01, other weights above 1 (tests/test_fingerprint.py).
 BACKBONE_TOLERANCE = 0.05
 
-NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
 class LucaModel(BaseTuner):
@@ -78,30 +68,42 @@ class LucaModel(BaseTuner):
     peft_config: dict[str, Any]
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT's name; the head is found in _prepare_model
 
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if isinstance(model, PeftModel):
+            raise ValueError(
+                f"this model is a PeftModel with {model.peft_type} adapters already. LuCA goes on what is inside: "
+                "pass model.get_base_model(), in which those adapters stay at work as a frozen part of the backbone."
+            )
+        # Adapters of another method inside the backbone keep their own configs, which PEFT would mix with ours.
+        foreign = vars(model).get("peft_config") or {}
+        self_made = all(isinstance(config, LucaConfig) for config in foreign.values())
+        if not self_made:
+            del model.peft_config
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        self._backbone_peft_config = None if self_made else foreign
+
     # ---- what PEFT calls when an expert is added -----------------------------------------------------------------
 
     def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
         self._base_outputs = _Outputs.of(model)
-
-    def _check_new_adapter_config(self, config: Any) -> None:
-        super()._check_new_adapter_config(config)
-        name = next(name for name, known in self.peft_config.items() if known is config)
-        check_expert_name(name, self.model)
+        for layer in _luca_layers(model):  # injected by another tuner, which has changed the model's labels since
+            self._base_outputs = layer.base_outputs
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> LucaConfig:
         return peft_config  # PEFT's version looks the targets up by model type alone; see _prepare_model
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         head = find_head(model, peft_config)
+        adapter_name = next(name for name, known in self.peft_config.items() if known is peft_config)
+        check_expert_name(adapter_name, model, head.name)
+        if peft_config.target_modules is None:
+            peft_config.filled.add("target_modules")
         peft_config.target_modules = [head.name]
         if peft_config.classes is None:
             peft_config.classes = self._base_outputs.names(model.get_submodule(head.name))
+            peft_config.filled.add("classes")
         peft_config.resolve()
-        if peft_config.head == "linear" and len(peft_config.classes) < 2:
-            raise ValueError(
-                f"an expert with a linear head needs at least two classes, got {peft_config.classes!r}: over a single "
-                "class it is always certain. Use head='cosine'."
-            )
+        peft_config.check_head(peft_config.classes)
         if peft_config.fingerprint is None:
             peft_config.fingerprint = BackboneFacts.of(model, head.name).fingerprint
 
@@ -120,6 +122,7 @@ class LucaModel(BaseTuner):
             return
         head = find_head(self.model, peft_config)
         layer = LucaLayer(target, width=head.width, input_width=head.input_width)
+        layer.base_outputs = self._base_outputs
         layer.set_adapter(self.active_adapters)
         layer.update_layer(adapter_name, peft_config)
         self._replace_module(parent, target_name, layer, target)
@@ -130,9 +133,14 @@ class LucaModel(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         # PEFT sets the active adapter again at the end; adding an expert must not switch the router off.
-        router = (self.layer.router, self.layer.router_options) if self.targeted_module_names else (None, {})
+        layers = _luca_layers(model)
+        router = (layers[0].router, layers[0].router_options) if layers else (None, {})
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         self.layer.router, self.layer.router_options = router
+        own = {id(parameter) for parameter in self.layer.parameters()}
+        for parameter in self.model.parameters():
+            if id(parameter) not in own:  # PEFT leaves other adapters in the backbone trainable
+                parameter.requires_grad = False
         self._follow_outputs()
 
     # ---- PEFT's verbs --------------------------------------------------------------------------------------------
@@ -150,6 +158,8 @@ class LucaModel(BaseTuner):
                 f"one expert is active at a time, got {names}. Use set_router('entropy') to ask all experts and let "
                 "the most certain one answer each image."
             )
+        if not set(names) <= set(self.peft_config):
+            raise ValueError(f"there is no expert {names[0]!r}. The model has {', '.join(self.peft_config)}.")
         super().set_adapter(adapter_name, inference_mode=inference_mode)
         if self.targeted_module_names:
             self.layer.router, self.layer.router_options = None, {}
@@ -168,20 +178,67 @@ class LucaModel(BaseTuner):
                 "the backbone back."
             )
         with warnings.catch_warnings():
-            # PEFT warns that another expert is active now. With the router on none is, and otherwise we say it.
-            warnings.filterwarnings("ignore", message=f"Adapter {re.escape(adapter_name)} was active")
+            if self.targeted_module_names and self.layer.router is not None:
+                # PEFT warns that another expert is active now, but with the router on every expert is asked anyhow.
+                warnings.filterwarnings("ignore", message=f"Adapter {re.escape(adapter_name)} was active")
             super().delete_adapter(adapter_name)
         self._follow_outputs()
 
     def _enable_adapter_layers(self, enabled: bool = True) -> None:
-        super()._enable_adapter_layers(enabled)
+        # Not super()'s, which would disable the adapters of other methods inside the backbone as well.
+        self.layer.enable_adapters(enabled)
         self._follow_outputs()
 
+    @contextmanager
+    def _enable_peft_forward_hooks(
+        self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any
+    ) -> Iterator[None]:
+        """
+        Let the experts in `adapter_names`, one for each image of the batch, answer over the global label space: what
+        `model(pixel_values, adapter_names=[...])` calls.
+        """
+        if adapter_names is None:
+            yield
+            return
+        if self.training:
+            raise ValueError(
+                "Cannot pass `adapter_names` when the model is in training mode. Call model.eval() first."
+            )
+        if "__base__" in adapter_names:
+            raise ValueError(
+                "adapter_names has '__base__', but the base model's own head knows other classes than the experts do, "
+                "so that one batch cannot hold both answers. Run those images within `model.disable_adapter()`."
+            )
+        unknown = sorted(set(adapter_names) - set(self.experts))
+        if unknown:
+            raise ValueError(
+                f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}. The model has "
+                f"{', '.join(self.experts)}."
+            )
+        handle = self.layer.register_forward_pre_hook(
+            lambda layer, inputs, named: (inputs, {**named, "adapter_names": list(adapter_names)}), with_kwargs=True
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def unload(self) -> nn.Module:
-        """Take the experts off and give back the model as it was."""
-        model: nn.Module = super().unload()
-        self._base_outputs.apply(model)
+        """Take the experts off and give back the model as it was. Other methods' adapters inside it stay."""
+        parent, _, head = self.targeted_module_names[0].rpartition(".")
+        setattr(self.model.get_submodule(parent), head, self.layer.base_layer)
+        del self.model.peft_config
+        if self._backbone_peft_config is not None:
+            self.model.peft_config = self._backbone_peft_config
+        self._base_outputs.apply(self.model)
+        model: nn.Module = self.model
         return model
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "LuCA experts cannot be averaged: each has rows for its own classes, and none is a change of the same "
+            "weights. Keep them side by side and let set_router('entropy') choose for each image."
+        )
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(MERGE_REFUSED)
@@ -212,7 +269,7 @@ class LucaModel(BaseTuner):
     @property
     def experts(self) -> dict[str, tuple[str, ...]]:
         """Names of the experts, in their order, with their classes."""
-        return {name: tuple(config.classes) for name, config in self.peft_config.items()}
+        return {name: tuple(config.classes or ()) for name, config in self.layer.configs.items()}
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -338,33 +395,39 @@ class LucaModel(BaseTuner):
         state_dict: dict[str, Tensor],
         unwanted_adapter_names: list[str],
     ) -> dict[str, Tensor]:
-        selected: dict[str, Tensor] = super()._get_adapter_state_dict(
-            model, config, adapter_name, state_dict, unwanted_adapter_names
-        )
+        # Not super()'s, which would take the tensors of other methods' adapters inside the backbone as well.
         path, layer = find_layer(model)
-        expected = {f"{path}.{key}" for key in layer.expected_keys(adapter_name)}
-        if expected != set(selected):
+        path = path.removeprefix("_fsdp_wrapped_module.")  # which FSDP's state dict leaves out
+        expected = [f"{path}.{key}" for key in sorted(layer.expected_keys(adapter_name))]
+        lost = [key for key in expected if key not in state_dict]
+        if lost:
             raise RuntimeError(
-                f"saving expert {adapter_name!r} would lose {sorted(expected - set(selected))} and add "
-                f"{sorted(set(selected) - expected)}. Nothing was written. Give the experts other names."
+                f"saving expert {adapter_name!r} would lose {lost}. Nothing was written. Give the experts other names."
             )
-        return selected
+        return {key: state_dict[key] for key in expected}
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        # The last point before the weights arrive at which PEFT lets a tuner see them: the backbone is checked here.
+        # The last point before the weights arrive at which PEFT lets a tuner see them.
+        remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
+            model, config, adapter_name, state_dict
+        )
         try:
+            path, layer = find_layer(model)
+            missing = {f"{path}.{key}" for key in layer.expected_keys(adapter_name)} - set(remapped)
+            if missing:
+                raise ValueError(
+                    f"the file of expert {adapter_name!r} lacks {sorted(missing)}. It is not whole, or was made by "
+                    "another configuration: nothing of it was loaded."
+                )
             check_backbone(model, config, adapter_name, state_dict)
         except ValueError:
             if isinstance(model, PeftModel):
                 tuner: Any = model.base_model
                 tuner.unload() if len(tuner.peft_config) == 1 else tuner.delete_adapter(adapter_name)
             raise
-        remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
-            model, config, adapter_name, state_dict
-        )
         return remapped
 
     # ---- labels and loss -----------------------------------------------------------------------------------------
@@ -482,18 +545,34 @@ def find_head(model: Any, config: LucaConfig) -> Head:
     module = model.get_submodule(name)
     if isinstance(module, LucaLayer):
         return Head(name, module.width, module.input_width)
-    input_width = getattr(module, "in_features", None) or getattr(model_config, "hidden_size", None)
-    if not isinstance(input_width, int) or not (hasattr(module, "in_features") or isinstance(module, nn.Identity)):
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        raise ValueError(
+            f"the head {name!r} of {kind} belongs to another adapter, by its modules_to_save or the like, which PEFT "
+            "would write into the expert's files. Make that adapter part of the backbone first: merge_and_unload()."
+        )
+    hidden_size = getattr(model_config, "hidden_size", None)
+    if isinstance(module, nn.Identity):  # of a base without labels
+        input_width = hidden_size
+        if input_width is None:
+            raise ValueError(
+                f"the head {name!r} of {kind} is an Identity of unknown width: config.hidden_size does not say it. "
+                "Load the model with num_labels of 1 or more."
+            )
+        if model_type in CLS_AND_PATCHES:
+            input_width *= 2
+    else:
+        input_width = getattr(module, "in_features", None)
+    if not isinstance(input_width, int):
         raise ValueError(
             f"the head {name!r} of {kind} is a {type(module).__name__}, but LuCA reads one pooled vector and needs a "
-            "Linear (or Identity) head of known width."
+            "Linear (or Identity) head."
         )
     reads_cls = (
         model_type in (*CLS_FIRST, *CLS_AND_PATCHES)
         or (model_type in CLS_UNLESS_POOLED and not getattr(model_config, "use_mean_pooling", True))
         or (model_type == "timm_wrapper" and getattr(model.timm_model, "global_pool", None) == "token")
         # A model that nobody can know, whose head the user has named.
-        or (by_name and model_type not in (*CLS_UNLESS_POOLED, *NOT_CLS, "timm_wrapper"))
+        or (by_name and model_type not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES)
     )
     if not reads_cls and config.pooled != "any":
         raise ValueError(
@@ -501,9 +580,13 @@ def find_head(model: Any, config: LucaConfig) -> Head:
             "ViT or DINOv2 classifier, or say LucaConfig(pooled='any') to go on with what the head reads."
         )
     if model_type in CLS_AND_PATCHES:
-        width = getattr(model_config, "hidden_size", input_width // 2)
+        width = hidden_size or input_width // 2
         return Head(name, width, 2 * width if isinstance(module, nn.Identity) else input_width)
     return Head(name, input_width, input_width)
+
+
+def _luca_layers(model: nn.Module) -> list[LucaLayer]:
+    return [module for module in model.modules() if isinstance(module, LucaLayer)]
 
 
 def find_layer(model: nn.Module) -> tuple[str, LucaLayer]:
@@ -511,29 +594,36 @@ def find_layer(model: nn.Module) -> tuple[str, LucaLayer]:
     return next((name, module) for name, module in model.named_modules() if isinstance(module, LucaLayer))
 
 
-def check_expert_name(name: str, model: nn.Module) -> None:
+def check_expert_name(name: str, model: nn.Module, head_name: str = "") -> None:
     """
     Refuse an expert's name with which PEFT loses tensors when saving, or which a module or a folder cannot have.
+
+    PEFT tells experts apart by the parts of a tensor's name, so that no part may be an expert's name as well. The
+    names of the backbone's modules are refused too, apart from bare numbers, for tasks are often numbered.
 
     Raises:
         ValueError: with the rule.
     """
-    parts = {part for module_name, _ in model.named_modules() for part in module_name.split(".")}
-    reserved = {"base_model", "model", "base_layer", "weight", "bias"} | parts
-    containers = (nn.ModuleDict(), nn.ParameterDict())
+    layers = _luca_layers(model)
+    inside = tuple(f"{key}." for key, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+    parts = {part for key, _ in model.named_modules() if not key.startswith(inside) for part in key.split(".")}
+    reserved = {"base_model", "model", "base_layer", "weight", "bias", *head_name.split(".")}
+    reserved |= {part for part in parts if not part.isdecimal()}
+    containers = (nn.ModuleDict(), nn.ParameterDict(), BufferDict())
     taken = name in reserved or name.startswith("luca") or any(hasattr(container, name) for container in containers)
-    if not NAME_RULE.fullmatch(name) or (taken and not _is_expert(name, model)):
+    if not NAME_RULE.fullmatch(name) or taken:
         raise ValueError(
-            f"an expert cannot be called {name!r}. Names are made of letters, digits, '_' and '-', start with a "
-            "letter or digit, do not start with 'luca', and are none of the model's own names (such as 'classifier', "
-            "'weight' or 'keys'): with those PEFT loses tensors when it saves."
+            f"an expert cannot be called {name!r}. Names are made of letters, digits, '_' and '-', at most 128 of "
+            "them, start with a letter or digit, do not start with 'luca', and are none of the model's own names "
+            "(such as 'classifier', 'weight' or 'keys'): with those PEFT loses tensors when it saves."
         )
-
-
-def _is_expert(name: str, model: nn.Module) -> bool:
-    """Whether the name is among the module names only because an expert has it."""
-    layers = [module for module in model.modules() if isinstance(module, LucaLayer)]
-    return any(name in layer.configs for layer in layers)
+    for layer in layers:
+        alike = [other for other in layer.configs if other != name and other.lower() == name.lower()]
+        if alike:
+            raise ValueError(
+                f"an expert cannot be called {name!r}, for there is one called {alike[0]!r}: on file systems that do "
+                "not tell capital letters from small ones they would be saved into one folder. Take another name."
+            )
 
 
 def _is_identity(mean: Tensor, std: Tensor) -> bool:

@@ -76,8 +76,8 @@ def combine_rows(cosines: Tensor, index: ClassIndex, expert: str) -> Tensor:
     """
     if index.permutation is not None:
         return cosines.index_select(1, index.permutation)
-    row_class = index.row_class.expand(len(cosines), -1)
-    best = cosines.new_full((len(cosines), len(index.classes)), -2.0)
+    row_class = index.row_class.expand(cosines.shape[0], -1)
+    best = cosines.new_full((cosines.shape[0], len(index.classes)), -2.0)
     best = best.scatter_reduce(1, row_class, cosines, reduce="amax")
     own = cosines.index_select(1, index.own_rows[expert])
     return best.index_copy(1, index.own[expert], own)

@@ -246,6 +246,17 @@ class TaskStream:
         self._extend(train, test, [(name, np.arange(len(train.codes)), np.arange(len(test.codes) if test else 0))])
         return self._tasks[-1]
 
+    def pop(self) -> Task:
+        """Take the last task off again, with the classes that no other task has.
+
+        Returns:
+            `Task`: The task.
+        """
+        task = self._tasks.pop()
+        names = (name for remaining in self._tasks for name in remaining.classes)
+        self._ids = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        return task
+
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of all classes, each at its global id."""

@@ -97,9 +97,9 @@ class ContinualTrainer(Trainer):
             image_size(processing_class)  # says so when the processor has none
         template, model = _template(model, luca_config)
         template.resolve(CONFIG_RECIPES[args.recipe])
-        find_head(model.get_base_model() if isinstance(model, PeftModel) else model, template)
+        template.widths(find_head(model.get_base_model() if isinstance(model, PeftModel) else model, template).width)
         for task in stream:
-            _check_task(task, model, args)
+            _check_task(task, model, args, template)
         kwargs.setdefault("compute_metrics", _accuracy)
         kwargs.setdefault("data_collator", ImageCollator(processing_class, stream.image_column))
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
@@ -170,14 +170,26 @@ class ContinualTrainer(Trainer):
             ValueError: the task has been learnt, or the model has an expert of its name.
         """
         if not isinstance(task, Task):
-            task = self.stream.append(task, name)
-        _check_task(task, self.model, self.args)
-        if isinstance(self.model, PeftModel) and task.name in self.tuner.experts:
-            raise ValueError(f"there is an expert {task.name!r} already. Delete it, or give the task another name.")
+            self.stream.append(task, name)
+            try:
+                return self.train_task(self.stream[-1])
+            except BaseException:
+                if self.stream[-1].name not in self._learnt:
+                    self.stream.pop()
+                raise
+        if not any(task is known for known in self.stream):
+            raise ValueError(
+                f"the task {task.name!r} is not of the trainer's stream, so its labels mean nothing here. Pass its "
+                "dataset, which is then appended, or make the trainer with its stream."
+            )
+        _check_task(task, self.model, self.args, self.luca_config)
         started = time.perf_counter()
         seed = task_seed(self.args.seed, task.classes)
-        self._add_expert(task, seed)
         try:
+            self._add_expert(task, seed)
+            for split in ("train", "test"):  # an image that cannot be read stops the task before it is trained
+                if split == "train" or task.test is not None:
+                    self.features(task, split)
             if self.luca_config.init_rows == "class_means" and self.luca_config.head == "cosine":
                 self._set_rows_to_class_means(task, adapted=False)
             with self._learning(task, seed) as model_input:
@@ -186,12 +198,13 @@ class ContinualTrainer(Trainer):
             self._steps_before += self.state.global_step
             if self.args.class_mean_rows and self.luca_config.head == "cosine":
                 self._set_rows_to_class_means(task)
+            self.tuner.set_requires_grad(task.name, False)
+            self.tuner.set_router(self.args.router)
+            self._finish(task, output, time.perf_counter() - started)
         except BaseException:
-            self._drop_expert(task)
+            if task.name not in self._learnt:
+                self._drop_expert(task)
             raise
-        self.tuner.set_requires_grad(task.name, False)
-        self.tuner.set_router(self.args.router)
-        self._finish(task, output, time.perf_counter() - started)
         return output
 
     def evaluate(
@@ -211,7 +224,7 @@ class ContinualTrainer(Trainer):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         if not self._records:
             raise ValueError("there is nothing to evaluate: no task has been learnt. Call train() first.")
-        figures = self._figures(self._measure())
+        figures = self._figures(self._measure(self._records))
         matrix = figures.pop("accuracy_matrix")
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self.log({name: value for name, value in metrics.items() if isinstance(value, float)})
@@ -287,8 +300,10 @@ class ContinualTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not self.args.schedule_per_epoch or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        epochs = math.ceil(self.args.num_train_epochs)
-        per_epoch = max(1, math.ceil(num_training_steps / epochs))
+        dataset: Any = self.train_dataset
+        batches = math.ceil(len(dataset) / (self.args.train_batch_size * self.args.world_size))
+        per_epoch = math.ceil(batches / self.args.gradient_accumulation_steps)
+        epochs = math.ceil(num_training_steps / per_epoch)
 
         def factor(step: int) -> float:
             # ½ (1 + cos(π · epoch / epochs)), as the authors' code steps it after each epoch
@@ -312,7 +327,9 @@ class ContinualTrainer(Trainer):
                     self.model = get_peft_model(self.model, config, adapter_name=task.name)
         self.model.set_adapter(task.name)
         self.model.eval()
-        self.tuner.compute_reference(task.name)
+        if config.reference or self.tuner.backbone.image_size is not None:
+            # An expert that is not standardised by it has it all the same, to tell its backbone by.
+            self.tuner.compute_reference(task.name)
 
     def _set_rows_to_class_means(self, task: Task, adapted: bool = True) -> None:
         train, device = self.features(task, "train"), self.args.device
@@ -321,6 +338,8 @@ class ContinualTrainer(Trainer):
 
     def _drop_expert(self, task: Task) -> None:
         """Leave the model as it was before a task that could not be finished."""
+        if not isinstance(self.model, PeftModel) or task.name not in self.tuner.experts:
+            return
         if len(self.tuner.experts) == 1:
             self.model = self.tuner.unload()
             self.model_wrapped = self.model
@@ -342,7 +361,7 @@ class ContinualTrainer(Trainer):
             self.data_collator, model_input = FeatureDataset.collate, self.tuner.taking_features()
         else:
             datasets = [task.train, task.test]
-            ids = {i: classes.index(name) for i, name in enumerate(self.stream.classes) if name in classes}
+            ids = _label_ids(self.stream.classes, classes)
             self.data_collator = ImageCollator(
                 self.processing_class, self.stream.image_column, ids, bool(self.args.augmentation)
             )
@@ -369,12 +388,12 @@ class ContinualTrainer(Trainer):
     def _follow_labels(self) -> None:
         """Images that are evaluated have the stream's labels, the model's logits the order of its experts."""
         if isinstance(self.data_collator, ImageCollator):
-            self.data_collator.label_ids = dict(enumerate(self._ids(slice(None), self.tuner.classes).tolist()))
+            self.data_collator.label_ids = _label_ids(self.stream.classes, self.tuner.classes)
 
-    def _ids(self, labels: Tensor | slice, classes: tuple[str, ...]) -> Tensor:
+    def _ids(self, labels: Tensor, classes: tuple[str, ...]) -> Tensor:
         """The stream's global ids → positions in a list of class names; -1 for a class that is not in it."""
-        where = {name: i for i, name in enumerate(classes)}
-        return torch.tensor([where.get(name, -1) for name in self.stream.classes])[labels]
+        ids = _label_ids(self.stream.classes, classes)
+        return torch.tensor([ids.get(i, -1) for i in range(len(self.stream.classes))])[labels]
 
     # ---- after a task --------------------------------------------------------------------------------------------
 
@@ -388,8 +407,8 @@ class ContinualTrainer(Trainer):
             "train_loss": output.training_loss,
             "seconds": round(seconds, 3),
         }
+        record.update(self._measure([*self._records, record]))
         self._records.append(record)
-        record.update(self._measure())
         figures = self._figures()
         if self.args.should_save:
             save_experts(self.model, self.args.output_dir, [task.name])
@@ -399,14 +418,14 @@ class ContinualTrainer(Trainer):
         self.log({f"stage_{name}": value for name, value in figures.items() if isinstance(value, float)})
 
     @torch.no_grad()
-    def _measure(self) -> dict[str, list[float | None]]:
+    def _measure(self, records: list[dict[str, Any]]) -> dict[str, list[float | None]]:
         """Per task learnt: routed accuracy, share of images that the task's own expert answered, and accuracy of that
         expert over its own classes (the task known)."""
         layer, experts = self.tuner.layer, list(self.tuner.experts)
         measured: dict[str, list[float | None]] = {"accuracy": [], "routing": [], "task_known": []}
         self.model.eval()
         tasks = {task.name: task for task in self.stream}
-        for record in self._records:
+        for record in records:
             task = tasks[record["name"]]
             figures: tuple[float | None, ...] = (None, None, None)
             if task.test is not None:
@@ -552,6 +571,12 @@ def task_seed(seed: int, classes: tuple[str, ...]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
+def _label_ids(stream: tuple[str, ...], classes: tuple[str, ...]) -> dict[int, int]:
+    """Global id in the stream → position in a list of class names, of the classes that both have."""
+    where = {name: i for i, name in enumerate(classes)}
+    return {i: where[name] for i, name in enumerate(stream) if name in where}
+
+
 def _matrix(stages: list[dict[str, Any]], name: str) -> np.ndarray:
     """What each stage measured of each task, (stages, tasks); NaN where it did not."""
     matrix = np.full((len(stages), len(stages)), np.nan)
@@ -566,11 +591,14 @@ def _template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[LucaCon
         tuner = tuner_of(model)
         if luca_config is None:
             luca_config = next(iter(tuner.peft_config.values())).template()
-        if list(tuner.experts) == ["default"] and list(tuner.experts["default"]) == tuner.base_labels:
+            luca_config.classes = None
+        if list(tuner.experts) == ["default"] and tuner.layer.is_untrained("default"):
             # As get_peft_model(vit, LucaConfig()) makes it: a config to train by, not an expert to keep.
-            logger.warning("The expert 'default' has the base model's own labels and is taken off: it is no task.")
+            logger.warning(
+                "The expert 'default' was never trained: it is taken off, and each task gets one of its own."
+            )
             model = tuner.unload()
-    template = LucaConfig() if luca_config is None else copy.deepcopy(luca_config)
+    template = LucaConfig() if luca_config is None else luca_config.template()
     if template.classes is not None:
         raise ValueError(
             f"luca_config names the classes {template.classes[:5]!r}, but the stream's tasks say which classes each "
@@ -579,8 +607,14 @@ def _template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[LucaCon
     return template, model
 
 
-def _check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments) -> None:
+def _check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments, config: LucaConfig) -> None:
+    if isinstance(model, PeftModel) and task.name in tuner_of(model).experts:
+        raise ValueError(
+            f"there is an expert {task.name!r} already, and the task needs one of its own. Delete it, or give "
+            "the task another name."
+        )
     check_expert_name(task.name, model)
+    config.check_head(task.classes)
     if args.eval_strategy != "no" and task.test is None:
         raise ValueError(f"eval_strategy is {args.eval_strategy!s}, but task {task.name!r} has no test images.")
 

@@ -124,8 +124,7 @@ def check_class_names(classes: list[str], where: Any) -> None:
 
 def expert_shapes(config: LucaConfig, width: int) -> dict[str, tuple[int, ...]]:
     """Names, as the expert's file has them behind the head's, and shapes of its tensors on a [CLS] of that width."""
-    adapter = config.adapter_width or width // config.reduction
-    calibrator = config.calibrator_width or width // config.reduction
+    adapter, calibrator = config.widths(width)
     classes = len(config.classes or ())
     shapes: dict[str, tuple[int, ...]] = {}
     if config.arrangement != "calibrator":
@@ -158,9 +157,10 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
             the file is not the one that the Hub named.
     """
     path = folder / SAFETENSORS_WEIGHTS_NAME
-    shapes = {f"base_model.model.{head}.{name}": shape for name, shape in expert_shapes(config, width).items()}
-    if min(map(min, filter(None, shapes.values()))) < 1:
-        raise InvalidExpertError(f"{path}: reduction is {config.reduction}, but [CLS] is only {width} wide.")
+    try:
+        shapes = {f"base_model.model.{head}.{name}": shape for name, shape in expert_shapes(config, width).items()}
+    except ValueError as error:
+        raise InvalidExpertError(f"{folder / CONFIG_NAME}: {error}") from error
     numbers = sum(map(math.prod, shapes.values()))
     if 4 * numbers > MAX_EXPERT_BYTES:
         raise InvalidExpertError(f"{folder / CONFIG_NAME} asks for {numbers:.3g} numbers, which no expert needs.")
@@ -220,7 +220,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise InvalidExpertError(
                 f"{path} names an expert {_show(name)}: names are made of letters, digits, '_' and '-'."
             )
-    if len(set(names)) < len(names):
+    if len({name.lower() for name in names}) < len(names):  # in one folder, on some file systems
         raise InvalidExpertError(f"{path} names an expert more than once.")
     return manifest
 

@@ -1,0 +1,297 @@
+"""What must hold, always: DESIGN.md's numbered list. The tenth, a run that is killed, is in test_trainer.py."""
+
+import pytest
+import torch
+from conftest import (
+    NAMES,
+    ForwardCount,
+    assert_same,
+    expert_tensors,
+    files_in,
+    make_dinov2,
+    make_model,
+    make_processor,
+    make_stream,
+    make_trainer,
+    make_vit,
+    pixels,
+    read_json,
+    trunk_tensors,
+)
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from peft_luca import load_experts, save_experts
+from peft_luca.config import ARRANGEMENTS
+
+
+SHARED = {"t": ["a", "b"], "u": ["c", "b", "d"], "v": ["e"], "w": ["a", "f"]}
+
+
+# --- 1. The backbone is never changed ---
+
+
+@pytest.mark.parametrize("recipe", ["own", "paper"])
+@pytest.mark.parametrize("make", [make_vit, make_dinov2])
+def test_1_the_backbone_is_bit_identical_after_a_life(out, make, recipe):
+    base = make()
+    before = trunk_tensors(base)
+    trainer = make_trainer(out, model=base, recipe=recipe, num_train_epochs=1, weight_decay=0.1)
+    trainer.train()
+    model, x = trainer.model, pixels()
+    model.route(x)
+    model(x, labels=torch.zeros(6, dtype=torch.long))
+    with model.disable_adapter():
+        model(x)
+    model.delete_adapter("task_1")
+    model.set_adapter("task_0")
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    (model(x, labels=torch.tensor([0, 1, 0, 1, 0, 1])).loss + model.l1_penalty()).backward()
+    optimizer.step()
+    save_experts(model, out / "saved")
+    assert_same(trunk_tensors(model), before)
+    load_experts(model, {"loaded": out / "saved" / "task_0"})
+    assert_same(trunk_tensors(model), before)
+    assert_same(trunk_tensors(model.unload()), before)
+
+
+# --- 2. Learning a task leaves every earlier expert bit-identical ---
+
+
+@pytest.mark.parametrize("recipe", ["own", "paper"])
+def test_2_earlier_experts_are_bit_identical(out, recipe):
+    trainer = make_trainer(out, recipe=recipe, num_train_epochs=2, weight_decay=0.1)
+    before = {}
+    for task in trainer.stream:
+        trainer.train_task(task)
+        for name, tensors in before.items():
+            assert_same(expert_tensors(trainer.model, name), tensors)
+        before[task.name] = expert_tensors(trainer.model, task.name)
+    assert len(before) == 3
+
+
+def test_2_also_in_a_loop_of_ones_own():
+    model, x = make_model(SHARED), pixels()
+    before = {name: expert_tensors(model, name) for name in "uvw"}
+    own = expert_tensors(model, "t")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        model(x, labels=torch.tensor([0, 1, 0, 1, 0, 1])).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, tensors in before.items():
+        assert_same(expert_tensors(model, name), tensors)
+    assert not all(torch.equal(own[key], value) for key, value in expert_tensors(model, "t").items())
+
+
+# --- 3. A prediction depends on its image alone ---
+
+
+@pytest.mark.parametrize("make", [make_vit, make_dinov2])
+def test_3_a_prediction_depends_on_its_image_alone(make):
+    model = make_model(SHARED, base=make(), seed=6)
+    model.set_router("entropy")
+    x = pixels(24)
+    whole, routed = model(x).logits, model.route(x)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(x[order]).logits, whole[order])
+    assert torch.equal(model.route(x[order]).expert, routed.expert[order])
+    assert len(routed.expert.unique()) > 1
+    for i in range(24):
+        torch.testing.assert_close(model(x[i : i + 1]).logits[0], whole[i])
+        company = torch.cat([x[i : i + 1], 100 * torch.randn(5, 3, 16, 16)])
+        torch.testing.assert_close(model(company).logits[0], whole[i])
+    torch.testing.assert_close(torch.cat([model(part).logits for part in x.split(7)]), whole)
+
+
+# --- 4. Task order changes nothing but the numbering of labels ---
+
+
+def test_4_the_order_of_tasks_changes_nothing_but_the_numbering(out, tmp_path):
+    pairs = [NAMES[:2], NAMES[2:4], NAMES[4:]]
+    results = []
+    for place, order in enumerate(([0, 1, 2], [2, 0, 1])):
+        stream = make_stream(order=[name for pair in order for name in pairs[pair]])
+        trainer = make_trainer(tmp_path / str(place), stream)
+        trainer.train()
+        by_classes = {classes: name for name, classes in trainer.tuner.experts.items()}
+        assert set(by_classes) == set(pairs)
+        x = make_processor()(images=make_stream()[1].test["image"][:], return_tensors="pt")["pixel_values"]
+        x = torch.cat([x, pixels(20)])
+        routed = trainer.model.route(x)
+        tensors = {
+            classes: {key.replace(f".{name}", ""): value for key, value in expert_tensors(trainer.model, name).items()}
+            for classes, name in by_classes.items()
+        }
+        names = list(trainer.tuner.experts)
+        logits = {name: routed.logits[:, i] for i, name in enumerate(trainer.tuner.classes)}
+        answered = [trainer.tuner.experts[names[i]] for i in routed.expert]
+        predicted = [trainer.model.config.id2label[int(i)] for i in trainer.model(x).logits.argmax(1)]
+        results.append((tensors, logits, answered, predicted))
+    first, second = results
+    for classes in pairs:
+        assert_same(first[0][classes], second[0][classes])
+    assert first[2:] == second[2:]
+    assert len(set(first[3])) > 1
+    for name in NAMES:
+        torch.testing.assert_close(first[1][name], second[1][name])
+
+
+# --- 5. Deleting an expert gives exactly the model that never had it ---
+
+
+@pytest.mark.parametrize("deleted", ["t", "u", "v", "w"])
+@pytest.mark.parametrize("head", ["cosine", "linear"])
+def test_5_deleting_is_never_having_had_it(tmp_path, deleted, head):
+    classes = {**SHARED, "v": ["e", "g"]}  # a linear head needs two
+    whole = make_model(classes, head=head)
+    save_experts(whole, tmp_path)
+    never = load_experts(make_vit(), {name: tmp_path / name for name in classes if name != deleted})
+    for model in (whole, never):
+        model.set_router("entropy")
+    whole.delete_adapter(deleted)
+    x = pixels(24)
+    assert whole.experts == never.experts
+    assert whole.classes == never.classes
+    assert whole.config.id2label == never.config.id2label
+    first, second = whole.route(x), never.route(x)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(whole(x).logits, never(x).logits)
+    assert_same(dict(whole.state_dict()), dict(never.state_dict()))
+
+
+def test_5_unlearning_a_task_is_never_having_learnt_it(out, tmp_path):
+    everything, never = make_trainer(out), make_trainer(tmp_path / "never")
+    everything.train()
+    for task in (never.stream[0], never.stream[2]):
+        never.train_task(task)
+    everything.model.delete_adapter("task_1")
+    x = pixels(24)
+    assert torch.equal(everything.model(x).logits, never.model(x).logits)
+    assert_same(dict(everything.model.state_dict()), dict(never.model.state_dict()))
+
+
+def test_5_what_was_unlearnt_does_not_come_back_when_the_run_goes_on(out):
+    trainer = make_trainer(out)
+    trainer.train()
+    trainer.model.delete_adapter("task_1")
+    trainer.save_model()
+    again = make_trainer(out)
+    again.train()
+    assert list(again.tuner.experts) == ["task_0", "task_2"]
+
+
+# --- 6. One backbone pass per image ---
+
+
+@pytest.mark.parametrize("experts", [1, 2, 7])
+def test_6_one_pass_at_inference_whatever_the_number_of_experts(experts):
+    model = make_model({f"e{i}": [f"c{i}"] for i in range(experts)})
+    model.set_router("entropy")
+    count = ForwardCount(model)
+    model(pixels(6))
+    assert (count.passes, count.images) == (1, 6)
+    model.route(pixels(6))
+    assert (count.passes, count.images) == (2, 12)
+
+
+def test_6_one_pass_per_image_in_training(out):
+    model = make_vit()
+    count = ForwardCount(model)
+    trainer = make_trainer(out, model=model, num_train_epochs=7)
+    trainer.train()
+    reference = 192  # pictures, once
+    images = sum(len(task.train) + len(task.test) for task in trainer.stream) + reference
+    assert count.images == images
+    trainer.evaluate()
+    assert count.images == images
+    trainer.train()
+    assert count.images == images
+
+
+# --- 7. A saved expert loaded by any path gives the same ---
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("make", [make_vit, make_dinov2])
+def test_7_every_path_gives_the_same(tmp_path, arrangement, make):
+    model, x = make_model(SHARED, base=make(), arrangement=arrangement), pixels(24)
+    model.set_router("entropy")
+    model.save_pretrained(str(tmp_path / "peft"))
+    save_experts(model, tmp_path / "ours")
+    by_peft = PeftModel.from_pretrained(make(), tmp_path / "peft" / "t", adapter_name="t")
+    for name in "uvw":
+        by_peft.load_adapter(str(tmp_path / "peft" / name), name)
+    assert by_peft.base_model.layer.router is None
+    by_peft.set_router("entropy")
+    mixed = load_experts(
+        PeftModel.from_pretrained(make(), tmp_path / "ours" / "t", adapter_name="t"),
+        [tmp_path / "peft" / name for name in "uvw"],
+    )
+    mixed.set_router("entropy")
+    ours = load_experts(make(), tmp_path / "ours")
+    expected = model.route(x)
+    for loaded in (by_peft, mixed, ours):
+        assert list(loaded.experts) == list(SHARED)
+        assert torch.equal(loaded(x).logits, model(x).logits)
+        for one, other in zip(loaded.route(x), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_7_a_run_comes_back_from_its_folder(out):
+    trainer = make_trainer(out)
+    trainer.train()
+    loaded, x = load_experts(make_vit(), out), pixels(24)
+    assert list(loaded.experts) == ["task_0", "task_1", "task_2"]
+    assert loaded.base_model.layer.router is trainer.tuner.layer.router
+    assert torch.equal(loaded(x).logits, trainer.model(x).logits)
+
+
+# --- 8. An expert refuses a backbone that it was not trained on ---
+
+
+def test_8_another_backbone_is_refused(out):
+    make_trainer(out).train()
+    with pytest.raises(ValueError, match="was trained on the backbone"):
+        load_experts(make_vit(seed=1), out)
+    with pytest.raises(ValueError, match="was trained on the backbone"):
+        load_experts(make_dinov2(), out)
+    assert list(load_experts(make_vit(seed=1), out, allow_mismatch=True).experts) == ["task_0", "task_1", "task_2"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_8_another_dtype_is_told(out, dtype):
+    make_trainer(out).train()
+    with pytest.warns(UserWarning, match=r"only \S+ deviations away, as with another dtype"):
+        load_experts(make_vit().to(dtype), out)
+
+
+# --- 9. Safetensors and JSON ---
+
+
+def test_9_a_run_writes_safetensors_and_json_and_nothing_else(out):
+    trainer = make_trainer(out)
+    trainer.train()
+    trainer.evaluate()
+    adapter = ("adapter_config.json", "adapter_model.safetensors")
+    wanted = [f"task_{t}/{file}" for t in range(3) for file in adapter] + ["experts.json", "results.json"]
+    assert files_in(out) == sorted(wanted)
+    trainer.save_model()
+    assert files_in(out) == sorted([*wanted, "preprocessor_config.json"])
+    for file in files_in(out):
+        if file.endswith(".json"):
+            read_json(out / file)
+        else:
+            assert load_file(out / file)
+
+
+def test_9_nothing_pickled_is_read(tmp_path):
+    model = make_model({"t": ["a", "b"]})
+    save_experts(model, tmp_path)
+    weights = tmp_path / "t" / "adapter_model.safetensors"
+    torch.save(load_file(weights), tmp_path / "t" / "adapter_model.bin")
+    weights.unlink()
+    with pytest.raises((ValueError, OSError), match="safetensors"):
+        load_experts(make_vit(), tmp_path)

@@ -1,0 +1,226 @@
+"""LuCA experts in transformers' own hands: its adapter mixin, its pipeline, and its plain Trainer without a stream."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from PIL import Image
+from tiny_models import ANIMALS, SKIES, TREES, expert_config, logits, pictures, tiny_vit, weights, with_experts
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments, ViTImageProcessor, pipeline
+from transformers.trainer_utils import get_last_checkpoint
+
+
+IMAGES = pictures(24, seed=5)
+LABELS = torch.arange(24) % 3
+DATASET = [{"pixel_values": image, "labels": int(label)} for image, label in zip(IMAGES, LABELS, strict=True)]
+
+
+def trainer(model: nn.Module, out: Path, **kwargs: Any) -> Trainer:
+    settings = {
+        "output_dir": str(out),
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "max_steps": 3,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 0.01,
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "seed": 3,
+    }
+    args = TrainingArguments(**{**settings, **kwargs})
+    return Trainer(model=model, args=args, train_dataset=DATASET, eval_dataset=DATASET)
+
+
+def expert(**kwargs: Any) -> PeftModel:
+    torch.manual_seed(0)
+    return get_peft_model(tiny_vit(), expert_config(**kwargs))
+
+
+def frozen(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in weights(model).items() if "luca_" not in name}
+
+
+# ---- the adapter mixin of transformers' models ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["add_adapter", "set_adapter", "disable_adapters", "delete_adapter"])
+def test_most_of_the_mixin_wants_a_newer_peft_and_says_so(verb: str) -> None:
+    # transformers 5.24 has MIN_PEFT_VERSION 0.22, which is newer than any PEFT there is: PeftModel is the way.
+    arguments = {"add_adapter": (expert_config(),), "disable_adapters": ()}.get(verb, ("default",))
+    with pytest.raises(ValueError, match=r"The version of PEFT you are using is not compatible.*0\.22"):
+        getattr(tiny_vit(), verb)(*arguments)
+
+
+def test_the_mixin_loads_an_expert(tmp_path: Path) -> None:
+    model = with_experts(default=ANIMALS)
+    model.save_pretrained(str(tmp_path), save_embedding_layers=False)
+    base = tiny_vit()
+    base.load_adapter(str(tmp_path))
+    base.eval()
+    torch.testing.assert_close(logits(base), logits(model), rtol=0, atol=0)
+    assert base.config.id2label == dict(enumerate(ANIMALS))
+
+
+# ---- pipeline -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*not supported for.*")
+@pytest.mark.parametrize("experts", [{"a1": ANIMALS}, {"a1": ["cat"]}, {"a1": ANIMALS, "b1": SKIES}])
+@pytest.mark.parametrize("of", ["PeftModel", "base"])
+def test_pipeline(experts: dict[str, list[str]], of: str) -> None:
+    model = with_experts(**experts)
+    if len(experts) > 1:
+        model.set_router("entropy")
+    processor = ViTImageProcessor(size={"height": 8, "width": 8})
+    classify = pipeline(
+        "image-classification", model=model if of == "PeftModel" else model.get_base_model(), image_processor=processor
+    )
+    image = Image.fromarray(np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3))
+    answer = classify(image, top_k=10)
+    own = logits(model, processor(image, return_tensors="pt")["pixel_values"])[0]
+    classes = list(dict.fromkeys(name for names in experts.values() for name in names))
+    scores = own.sigmoid() if len(classes) == 1 else own.softmax(dim=0)  # the pipeline's own choice
+    assert {entry["label"]: entry["score"] for entry in answer} == pytest.approx(
+        dict(zip(classes, scores.tolist(), strict=True)), abs=1e-6
+    )
+
+
+# ---- Trainer --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trainer_trains_the_expert_alone(checkpointing: bool, tmp_path: Path) -> None:
+    model = expert()
+    before, trunk = weights(model), frozen(model)
+    run = trainer(model, tmp_path, activation_checkpointing=checkpointing)
+    run.train()
+    assert all(torch.equal(tensor, trunk[name]) for name, tensor in frozen(model).items())
+    moved = {name for name, tensor in weights(model).items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert set(run.evaluate()) >= {"eval_loss"}
+
+
+def test_gradient_checkpointing_changes_nothing_and_never_reaches_the_trunk(tmp_path: Path) -> None:
+    plain, checkpointed = expert(), tiny_vit()
+    checkpointed.activation_checkpointing_enable()
+    checkpointed = get_peft_model(checkpointed, expert_config())
+    checkpointed.load_state_dict(plain.state_dict())
+    inside = checkpointed.base_model.layer.base_layer
+    trainer(plain, tmp_path / "plain").train()
+    trainer(checkpointed, tmp_path / "checkpointed", activation_checkpointing=True).train()
+    for (name, one), other in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+    output = checkpointed(IMAGES, labels=LABELS)
+    output.loss.backward()
+    assert all(p.grad is None for name, p in checkpointed.named_parameters() if "luca_" not in name)
+    assert inside.weight.grad is None
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_accumulating_eight_times_one_is_a_batch_of_eight(smoothing: float, tmp_path: Path) -> None:
+    whole, parts = expert(), expert()
+    options = {"label_smoothing_factor": smoothing, "optim": "sgd", "learning_rate": 0.1}
+    trainer(whole, tmp_path / "whole", **options).train()
+    trainer(parts, tmp_path / "parts", per_device_train_batch_size=1, gradient_accumulation_steps=8, **options).train()
+    for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+
+
+@pytest.mark.parametrize("router", [None, "entropy"])
+def test_label_smoothing_is_finite_and_what_the_formula_says(router: str | None, tmp_path: Path) -> None:
+    model = with_experts(default=ANIMALS, linear=SKIES)
+    model.add_adapter("trees", expert_config(TREES, head="linear"))
+    model.set_router(router)  # a linear expert cannot score the others' classes: the loss stays finite all the same
+    loss = trainer(model, tmp_path, label_smoothing_factor=0.1).evaluate()["eval_loss"]
+    answer = logits(model, IMAGES)
+    expected = nn.functional.cross_entropy(answer, LABELS, label_smoothing=0.1)
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_an_expert_of_one_class_trains_by_cross_entropy_and_not_by_regression(tmp_path: Path) -> None:
+    model = get_peft_model(tiny_vit(), expert_config(["cat"]))
+    run = Trainer(
+        model=model,
+        args=trainer(model, tmp_path).args,
+        train_dataset=[{"pixel_values": image, "labels": 0} for image in IMAGES],
+    )
+    assert run.train().training_loss == pytest.approx(0.0, abs=1e-6)
+
+
+def test_load_best_model_at_end_of_the_default_expert(tmp_path: Path) -> None:
+    model = expert()
+    seen: dict[int, dict[str, Tensor]] = {}
+
+    def losses(prediction: Any) -> dict[str, float]:
+        seen[len(seen) + 1] = weights(model)
+        return {"score": float([0.2, 0.9, 0.4][len(seen) - 1])}  # the second is the best
+
+    run = trainer(
+        model,
+        tmp_path,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=True,
+        eval_strategy="steps",
+        save_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+    )
+    run.compute_metrics = losses
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert all(torch.equal(tensor, seen[2][name]) for name, tensor in weights(model).items())
+    assert not all(torch.equal(tensor, seen[3][name]) for name, tensor in weights(model).items())
+
+
+def test_load_best_model_at_end_of_an_expert_of_another_name_is_not_transformers_business(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # It reads the checkpoint's root alone, where PEFT puts "default" and no other: it says so, and keeps the last.
+    model = with_experts(birds=ANIMALS)
+    run = trainer(
+        model,
+        tmp_path,
+        load_best_model_at_end=True,
+        eval_strategy="steps",
+        save_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+    )
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        run.train()
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert "Could not locate the best model" in caplog.text
+
+
+@pytest.mark.parametrize("names", [["default"], ["birds"], ["default", "birds"]])
+def test_resume(names: list[str], tmp_path: Path) -> None:
+    def fresh() -> PeftModel:
+        return with_experts(tiny_vit(), **dict.fromkeys(names, ANIMALS))
+
+    torch.manual_seed(0)
+    whole = fresh()
+    torch.manual_seed(0)
+    resumed = fresh()
+    whole.load_state_dict(resumed.state_dict())
+    start = copy.deepcopy(resumed)
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trainer(whole, tmp_path / "whole", **options).train()
+    trainer(resumed, tmp_path / "resumed", **{**options, "max_steps": 2}).train()
+    checkpoint = get_last_checkpoint(str(tmp_path / "resumed"))
+    assert checkpoint is not None
+    trainer(start, tmp_path / "resumed", **options).train(resume_from_checkpoint=checkpoint)
+    for (name, one), other in zip(weights(whole).items(), weights(start).values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
