@@ -10,7 +10,17 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
-from conftest import assert_same, expert_tensors, files_in, make_model, make_vit, pixels
+from conftest import (
+    assert_same,
+    expert_tensors,
+    files_in,
+    make_arguments,
+    make_model,
+    make_stream,
+    make_trainer,
+    make_vit,
+    pixels,
+)
 from hub_server import HubServer, card_errors
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import (
@@ -53,6 +63,7 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # transformers' own client, made once
         monkeypatch.setenv("HF_TOKEN", OWNER)
         # The client waits a second and more before it asks again after a 500.
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
@@ -554,3 +565,72 @@ def test_a_collections_code_runs_and_runs_offline_afterwards(hub, base_on_the_hu
     hub.requests.clear()
     assert run(hub, code, tmp_path / "home", HF_HUB_OFFLINE="1") == shown
     assert not hub.requests
+
+
+# ---- the trainer
+
+
+def short_run(folder, **changes):
+    return make_trainer(folder, stream=make_stream(increment=3), num_train_epochs=1, **changes)
+
+
+def test_a_trainer_pushes_each_expert_when_it_is_learnt_and_all_at_the_end(hub, out):
+    trainer = short_run(out, push_to_hub=True, hub_model_id="colours", hub_private_repo=True)
+    trainer.train()
+    repo = hub.repos["owner/colours"]
+    messages = [message for _, message in repo.log]
+    assert messages[:2] == ["initial commit", "task_0 learnt"]
+    assert repo.private
+    files = set(repo.files)
+    assert {"README.md", "experts.json", "results.json", "preprocessor_config.json"} <= files
+    assert {f"{task.name}/adapter_model.safetensors" for task in trainer.stream} <= files
+    assert not [path for path in files if path.endswith((".bin", ".pt", ".pkl")) or "checkpoint" in path]
+    manifest, results = json.loads(repo.files["experts.json"]), json.loads(repo.files["results.json"])
+    assert results == json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert manifest["metrics"]["last_accuracy"] == results["last_accuracy"]
+    assert [entry["metrics"]["task_known_accuracy"] for entry in manifest["experts"]] == results["tasks"][-1][
+        "task_known"
+    ]
+    loaded = load_experts(make_vit(), "owner/colours")
+    assert_same(dict(loaded.state_dict()), dict(trainer.model.state_dict()))
+    assert loaded.base_model.layer.router is trainer.tuner.layer.router
+    commit = trainer.push_to_hub()
+    assert commit.oid == repo.branches["main"]
+    assert [message for _, message in repo.log] == messages  # nothing new
+    assert str(out) not in "".join(body.decode(errors="ignore") for body in repo.files.values())
+
+
+def test_at_the_end_only(hub, out):
+    trainer = short_run(out, push_to_hub=True, hub_strategy="end", hub_revision="trial")
+    trainer.train()
+    assert [message for _, message in hub.repos["owner/out"].log] == ["initial commit", "End of training"]
+    assert load_experts(make_vit(), "owner/out", revision="trial").experts == trainer.tuner.experts
+
+
+def test_a_run_goes_on_when_the_hub_does_not_answer(hub, out, caplog):
+    trainer = short_run(out, push_to_hub=True)
+    hub.fail("commit/main", 500, times=1)
+    trainer.train()
+    assert list(load_experts(make_vit(), "owner/out").experts) == [task.name for task in trainer.stream]
+    hub.fail(".*", 500, times=10_000)
+    other = short_run(out.parent / "other")
+    other.args.push_to_hub, other.hub_model_id = True, "owner/other"
+    with pytest.raises(HfHubHTTPError):
+        other.train()
+    assert len(json.loads((out.parent / "other" / "results.json").read_text(encoding="utf-8"))["tasks"]) == 2
+
+
+def test_pushing_what_is_not_there(hub, out):
+    with pytest.raises(ValueError, match="needs a PeftModel with LuCA experts"):
+        make_trainer(out).push_to_hub()
+    with pytest.raises(ValueError, match="hub_strategy is 'checkpoint', but checkpoints hold pickled state"):
+        make_arguments(out, push_to_hub=True, hub_strategy="checkpoint")
+
+
+def test_the_trainers_card(hub, out):
+    trainer = short_run(out)
+    trainer.train()
+    trainer.create_model_card(license="mit", tags=["mine"])
+    assert card_errors((out / "README.md").read_text(encoding="utf-8")) == []
+    trainer.save_model()
+    assert "license: mit" in (out / "README.md").read_text(encoding="utf-8")
