@@ -132,7 +132,7 @@ class ContinualTrainingArguments(TrainingArguments):
             )
         if self.push_to_hub and self.hub_strategy not in (HubStrategy.EVERY_SAVE, HubStrategy.END):
             raise ValueError(
-                f"hub_strategy is {HubStrategy(self.hub_strategy).value!r}, but checkpoints hold pickled state and are "
-                "not pushed. Use 'every_save', which pushes each expert when it is learnt, or 'end'."
+                f"hub_strategy is {HubStrategy(self.hub_strategy).value!r}, but checkpoints hold pickled state and "
+                "are not pushed. Use 'every_save', which pushes each expert when it is learnt, or 'end'."
             )
         get_router(self.router)

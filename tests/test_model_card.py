@@ -34,7 +34,6 @@ RESULTS = {
     "routing_accuracy": None,
     "task_known_accuracy": 0.95,
 }
-# ruff: noqa: E501
 PATTERN = r"""---
 base_model: google/vit-base-patch16-224-in21k
 datasets:
