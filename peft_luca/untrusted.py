@@ -11,7 +11,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -28,6 +27,9 @@ MAX_JSON_BYTES = 2**25
 MAX_HEADER_BYTES = 2**20
 MAX_EXPERT_BYTES = 2**30  # an expert of ViT-g over ten thousand classes has 70 MB
 MAX_CLASS_NAME = 1000
+# Beyond these an expert's scores could overflow: NaN, which a router takes for certainty. Trained ones are far within.
+MAX_NUMBER = 1e4
+MIN_DEVIATION = 1e-6
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -153,8 +155,8 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
         width (`int`): d, the width of [CLS].
 
     Raises:
-        InvalidExpertError: sizes, names, shapes or types are not those of such an expert, a number is not finite, or
-            the file is not the one that the Hub named.
+        InvalidExpertError: sizes, names, shapes or types are not those of such an expert, a number is not finite or
+            very large, or the file is not the one that the Hub named.
     """
     path = folder / SAFETENSORS_WEIGHTS_NAME
     try:
@@ -180,10 +182,10 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise InvalidExpertError(f"{path} is not a whole safetensors file: {error}.") from error
     for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise InvalidExpertError(f"{path}: {name} holds numbers that are not finite.")
-        if name.endswith("luca_reference_std") and not (tensor > 0).all():
-            raise InvalidExpertError(f"{path}: {name} holds deviations that are not above 0.")
+        if not (tensor.abs() <= MAX_NUMBER).all():
+            raise InvalidExpertError(f"{path}: {name} holds numbers that are not finite, or above {MAX_NUMBER:g}.")
+        if name.endswith("luca_reference_std") and not (tensor >= MIN_DEVIATION).all():
+            raise InvalidExpertError(f"{path}: {name} holds deviations below {MIN_DEVIATION:g}.")
     return {name.removeprefix(f"base_model.model.{head}."): tensor for name, tensor in tensors.items()}
 
 
