@@ -542,6 +542,8 @@ def _load(
             tensors = read_weights(folders[name], config, head.name, head.width)
             if loaded is None:
                 loaded = PeftModel(model, config, adapter_name=name)
+                # PEFT 0.21 makes rows trainable again when it casts them, in a half-precision model.
+                tuner_of(loaded).set_requires_grad(name, False)
             else:
                 _add(tuner_of(loaded), name, config)
             added.append(name)
