@@ -17,6 +17,9 @@ HEADS = ("cosine", "linear")
 ROW_INITS = ("class_means", "random", "zeros")
 POOLED = ("cls", "any")
 
+# In every adapter_config.json, for whom PEFT tells no more than KeyError: 'LUCA'.
+READ_WITH = "peft_luca: pip install peft-luca, then `import peft_luca` before loading this with PEFT"
+
 # What a field left at None becomes, unless a recipe of the trainer fills it first.
 OWN_RECIPE: dict[str, Any] = {"scale": 20.0, "positive_scale": True, "init_rows": "class_means", "reference": True}
 
@@ -65,6 +68,8 @@ class LucaConfig(PeftConfig):
             Digest of the backbone that the expert was made on. Filled in by [`LucaModel`].
         allow_mismatch (`bool`, *optional*, defaults to `False`):
             Load the expert even on a backbone it was not trained on. Not saved.
+        read_with (`str`, *optional*):
+            What a reader of the file needs in order to load it. Filled in.
 
     Raises:
         ValueError: a field has a value that is not among those above, or `task_type` is set.
@@ -89,9 +94,11 @@ class LucaConfig(PeftConfig):
     target_modules: list[str] | str | None = field(default=None, metadata={"help": "Name of the model's head."})
     fingerprint: str | None = field(default=None, metadata={"help": "Digest of the backbone. Filled in."})
     allow_mismatch: bool = field(default=False, metadata={"help": "Load on another backbone too. Not saved."})
+    read_with: str = field(default=READ_WITH, metadata={"help": "What loads this file. Filled in."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.read_with = READ_WITH
         self.filled: set[str] = set()  # fields that were left unset and have been filled
         self.peft_type = PeftType["LUCA"]
         if self.task_type is not None:

@@ -130,6 +130,8 @@ def fingerprint(tensors: list[Tensor]) -> str:
     """SHA-256 over the sorted digests of tensors: of their type, shape and bytes, not of their names or order."""
     digests = []
     for tensor in tensors:
+        if type(tensor) not in (Tensor, nn.Parameter):  # torchao's quantised tensors have no bytes of their own
+            tensor = tensor.dequantize()
         digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         digests.append(digest.digest())

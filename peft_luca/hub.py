@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from .closed_form import StatisticsRouter
 from .config import LucaConfig, check_classes
 from .layer import LucaLayer
 from .model import NAME_RULE, Head, LucaModel, check_backbone, check_expert_name, find_head
@@ -40,11 +42,13 @@ from .model_card import (
     expert_figures,
     make_card,
 )
-from .routing import ROUTERS, get_router
+from .routing import get_router, router_name
+from .statistics import STATISTICS_NAME, ClassStatistics
 from .untrusted import (
     MANIFEST_FORMAT,
     MANIFEST_NAME,
     InvalidExpertError,
+    check_size,
     read_config,
     read_manifest,
     read_weights,
@@ -54,7 +58,7 @@ from .untrusted import (
 logger = logging.get_logger(__name__)
 
 # What an expert is made of. Nothing else is fetched from a stranger's repository.
-EXPERT_FILES = (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, "statistics.safetensors")
+EXPERT_FILES = (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, STATISTICS_NAME)
 CARD_NAME = "README.md"
 RESULTS_NAME = "results.json"
 
@@ -74,7 +78,7 @@ def write_json(path: Path, content: Any) -> None:
         raise
 
 
-def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str]) -> None:
+def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str], *, statistics: bool = True) -> None:
     """
     Save one expert as an ordinary PEFT adapter at the root of a folder, whole or not at all. An adapter that is there
     already is replaced.
@@ -83,6 +87,10 @@ def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str]) 
         model ([`~peft.PeftModel`]): The model.
         name (`str`): The expert.
         directory (`str` or `PathLike`): The folder.
+        statistics (`bool`, *optional*, defaults to `True`):
+            Write the statistics of its training images beside it, where it has any. They reveal each class's count,
+            mean and main directions, which for a class of few images is nearly its images' features: see the routing
+            page of the docs. `False` also takes away those that are there.
 
     Raises:
         ValueError: the model has no such expert.
@@ -98,6 +106,12 @@ def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str]) 
         model.save_pretrained(str(staging), selected_adapters=[name], save_embedding_layers=False)
         written = staging if name == "default" else staging / name
         target.mkdir(exist_ok=True)
+        part = tuner.layer.statistics.get(name)
+        part = ClassStatistics.load(part) if isinstance(part, Path) and statistics else part
+        if isinstance(part, ClassStatistics) and statistics:
+            part.save(target)
+        else:
+            (target / STATISTICS_NAME).unlink(missing_ok=True)
         # The weights come first: a folder counts as an adapter once it has a config.
         for file in sorted(written.glob("adapter_*"), key=lambda file: file.name == CONFIG_NAME):
             with open(file, "rb") as content:
@@ -107,7 +121,13 @@ def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str]) 
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def save_experts(model: PeftModel, directory: str | os.PathLike[str], names: Sequence[str] | None = None) -> None:
+def save_experts(
+    model: PeftModel,
+    directory: str | os.PathLike[str],
+    names: Sequence[str] | None = None,
+    *,
+    statistics: bool = True,
+) -> None:
     """
     Save a collection: one PEFT adapter per subfolder, and `experts.json` with their order, classes and the router.
 
@@ -115,11 +135,19 @@ def save_experts(model: PeftModel, directory: str | os.PathLike[str], names: Seq
         model ([`~peft.PeftModel`]): The model.
         directory (`str` or `PathLike`): The folder.
         names (`Sequence[str]`, *optional*): The experts to write; the manifest always lists all. All by default.
+        statistics (`bool`, *optional*, defaults to `True`): Write their statistics too; see [`save_expert`].
 
     Raises:
-        ValueError: the router is a function of your own, which no file can hold.
+        ValueError:
+            the router is a function of your own, which no file can hold, or it needs the statistics that were left
+            out.
     """
     tuner, folder = tuner_of(model), Path(directory)
+    if isinstance(tuner.layer.router, StatisticsRouter) and not statistics:
+        raise ValueError(
+            "the router that is set needs the experts' statistics, which statistics=False leaves out. Save with "
+            "set_router('entropy') or set_router(None)."
+        )
     manifest = {
         "format": MANIFEST_FORMAT,
         "experts": [{"name": name, "classes": list(classes)} for name, classes in tuner.experts.items()],
@@ -128,7 +156,7 @@ def save_experts(model: PeftModel, directory: str | os.PathLike[str], names: Seq
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name in tuner.experts if names is None else names:
-        save_expert(model, name, folder / name)
+        save_expert(model, name, folder / name, statistics=statistics)
     write_json(folder / MANIFEST_NAME, manifest)
 
 
@@ -145,6 +173,7 @@ def push_expert(
     license: str | None = None,
     datasets: str | Sequence[str] | None = None,
     results: Mapping[str, Any] | None = None,
+    statistics: bool = True,
 ) -> CommitInfo:
     """
     Push one expert to a Hub repository of its own: a PEFT adapter at its root, and its card, in one commit. The same
@@ -163,6 +192,7 @@ def push_expert(
         license (`str`, *optional*): Licence of the expert, for the card.
         datasets (`str` or `Sequence[str]`, *optional*): Hub ids of what it was trained on, for the card.
         results (`dict`, *optional*): What a run's `results.json` holds, for the card.
+        statistics (`bool`, *optional*, defaults to `True`): Push its statistics too; see [`save_expert`].
 
     Returns:
         [`~huggingface_hub.CommitInfo`]: Of the commit, or of the one that was there.
@@ -175,7 +205,7 @@ def push_expert(
     tuner = tuner_of(model)
     with tempfile.TemporaryDirectory() as staging:
         folder = Path(staging)
-        save_expert(model, name, folder)
+        save_expert(model, name, folder, statistics=statistics)
         base_model = _base_model(api, tuner, base_model)
         _make_portable(folder, base_model)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -198,6 +228,7 @@ def push_experts(
     datasets: str | Sequence[str] | None = None,
     results: Mapping[str, Any] | None = None,
     processing_class: Any = None,
+    statistics: bool = True,
     blocking: bool = True,
 ) -> CommitInfo | Future[CommitInfo]:
     """
@@ -219,6 +250,7 @@ def push_experts(
         datasets (`str` or `Sequence[str]`, *optional*): Hub ids of what they were trained on, for the card.
         results (`dict`, *optional*): What a run's `results.json` holds; it is pushed too, and shown in the card.
         processing_class (`BaseImageProcessor`, *optional*): The backbone's image processor, to be pushed too.
+        statistics (`bool`, *optional*, defaults to `True`): Push their statistics too; see [`save_expert`].
         blocking (`bool`, *optional*, defaults to `True`):
             `False` takes the model as it is now, and uploads it in the background.
 
@@ -234,7 +266,7 @@ def push_experts(
     staging = tempfile.TemporaryDirectory()
     folder = Path(staging.name)
     try:
-        save_experts(model, folder)
+        save_experts(model, folder, statistics=statistics)
         base_model = _base_model(api, tuner, base_model)
         for name in names:
             _make_portable(folder / name, base_model)
@@ -396,13 +428,13 @@ def _router_entry(tuner: LucaModel) -> dict[str, Any] | None:
     router, options = tuner.layer.router, tuner.layer.router_options
     if router is None:
         return None
-    names = [name for name, function in ROUTERS.items() if function is router]
-    if not names:
+    name = router_name(router)
+    if name is None:
         raise ValueError(
             "the router is a function of your own, which no file can hold. Save with set_router('entropy') or "
             "set_router(None), and set your function again after loading."
         )
-    return {"name": names[0], "options": options}
+    return {"name": name, "options": options}
 
 
 def _push(api: HfApi, folder: Path, repo_id: str, revision: str | None, commit_message: str) -> CommitInfo:
@@ -552,6 +584,9 @@ def _load(
             if config.fingerprint != fingerprint:
                 check_backbone(loaded, config, name, tensors)
             _fill(tuner.layer, name, tensors)
+            statistics = _statistics(folders[name], config, rename.get(name, {}))
+            if statistics is not None:
+                tuner.layer.statistics[name] = statistics
         assert loaded is not None
         tuner_of(loaded)._follow_outputs()
         if router is not None:
@@ -608,6 +643,17 @@ def _fill(layer: LucaLayer, name: str, tensors: Mapping[str, Tensor]) -> None:
             container, _, inner = key.partition(".")
             entry = getattr(layer, container)[name]
             (getattr(entry, inner) if inner else entry).copy_(tensor)
+
+
+def _statistics(folder: Path, config: LucaConfig, rename: Mapping[str, str]) -> Path | ClassStatistics | None:
+    """An expert's statistics: the folder, to be read once a router needs them, unless their classes are renamed."""
+    if not (folder / STATISTICS_NAME).is_file():
+        return None
+    check_size(folder / STATISTICS_NAME)
+    if not rename:
+        return folder
+    found = ClassStatistics.load(folder)
+    return replace(found, classes=tuple(rename.get(name, name) for name in found.classes))
 
 
 def _set_router(tuner: LucaModel, router: dict[str, Any]) -> None:

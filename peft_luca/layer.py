@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from .closed_form import StatisticsRouter, StatisticsRouting, gather_statistics
 from .config import LucaConfig
-from .routing import ClassIndex, Router, RoutingOutput, combine_rows, entropy, fill_unknown
+from .routing import ClassIndex, Oracle, Router, RouterOptions, RoutingOutput, combine_rows, entropy, fill_unknown
+from .statistics import ClassStatistics, unit_features
 
 
 # Rows are multiplied with at most this many numbers of (batch, experts, rows) in memory at a time.
@@ -76,7 +79,9 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         self.luca_reference_std = BufferDict(persistent=True)
         self.configs: dict[str, LucaConfig] = {}
         self.base_outputs: Any = None  # labels and loss of the base model, kept by LucaModel
-        self.router: Router | None = None
+        # Kept beside the experts, not among their weights: a part, or the folder whose file holds it.
+        self.statistics: dict[str, ClassStatistics | Path] = {}
+        self.router: Router | StatisticsRouter | Oracle | None = None
         self.router_options: dict[str, Any] = {}
         # An active expert answers over its own classes, as any PEFT model, or over all: the paper's training needs it.
         self.over_all_classes = False
@@ -84,6 +89,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         self._disable_adapters = False
         self.merged_adapters = []
         self._class_index: ClassIndex | None = None
+        self._statistics_routing: StatisticsRouting | None = None
 
     # ---- experts -------------------------------------------------------------------------------------------------
 
@@ -110,7 +116,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         self.luca_reference_mean[adapter_name] = torch.zeros(d)
         self.luca_reference_std[adapter_name] = torch.ones(d)
         self.configs[adapter_name] = config
-        self._class_index = None
+        self._class_index = self._statistics_routing = None
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
@@ -120,12 +126,13 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             if adapter_name in getattr(other, container):
                 getattr(self, container)[adapter_name] = getattr(other, container)[adapter_name]
         self.configs[adapter_name] = other.configs[adapter_name]
-        self._class_index = None
+        self._class_index = self._statistics_routing = None
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
         self.configs.pop(adapter_name, None)
-        self._class_index = None
+        self.statistics.pop(adapter_name, None)
+        self._class_index = self._statistics_routing = None
 
     def enable_adapters(self, enabled: bool) -> None:
         # PEFT's own version freezes on disabling and thaws on enabling, and forgets which expert was to be trained.
@@ -304,32 +311,99 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         # Only now: -inf times a σ of 0, or its gradient, would not be a number.
         return all_scores if index.complete else all_scores.masked_fill(~all_known, -torch.inf), all_known
 
-    def route(self, z: Tensor) -> RoutingOutput:
-        """Every expert's scores of [CLS] vectors `(batch, d)` → each sample's logits, by the router that is set."""
+    def set_router(self, router: Router | StatisticsRouter | Oracle | None, options: dict[str, Any]) -> None:
+        """Set who answers, and make a statistics router ready, which says what it lacks."""
+        self.router, self.router_options, self._statistics_routing = router, options, None
+        if isinstance(router, StatisticsRouter):
+            self.statistics_routing  # noqa: B018
+
+    def route(self, z: Tensor, expert: Tensor | None = None) -> RoutingOutput:
+        """
+        [CLS] vectors `(batch, d)` → each sample's logits, by the router that is set, or by entropy.
+
+        Args:
+            expert (`torch.Tensor` of shape `(batch,)`, *optional*): With the oracle, who is to answer each sample.
+        """
         router = self.router or entropy
-        index = self.class_index
+        common, options = RouterOptions.split(self.router_options)
+        if isinstance(router, Oracle) != (expert is not None):
+            raise ValueError(
+                "the oracle router, and no other, is told which expert answers each image: set_router('oracle'), then "
+                "route(pixel_values, expert=...) with places in the experts' order, (batch,)."
+            )
+        index, device = self.class_index, z.device
         per_sample = len(self.configs) * max(index.rows, len(index.classes))
-        chunks = []
+        if isinstance(router, StatisticsRouter):
+            per_sample = max(index.rows, len(index.classes)) + len(self.configs)
+        chunks: list[tuple[Tensor, ...]] = []
         # What one sample gets does not depend on the others, so that a large batch can be taken piece by piece; but a
         # graph that is compiled or exported holds for every batch size, and len() would fix it.
         size = max(1, SCORES_BUDGET // max(1, per_sample))
-        for chunk in [z] if torch.compiler.is_compiling() else z.split(size):
+        pieces = [z] if torch.compiler.is_compiling() else list(z.split(size))
+        told = expert.to(device).split(size) if expert is not None else [None] * len(pieces)
+        for chunk, chosen in zip(pieces, told, strict=True):
+            if isinstance(router, StatisticsRouter):
+                chunks.append(self._route_by_statistics(chunk))
+                continue
             scores, known = self.scores(chunk)
             entropies = entropy(scores)  # (batch, experts)
-            costs = (
-                entropies if router is entropy and not self.router_options else router(scores, **self.router_options)
-            )
-            if costs.shape != entropies.shape:
-                raise ValueError(
-                    f"a router returns one number per sample and expert, here of shape {tuple(entropies.shape)}, got "
-                    f"{tuple(costs.shape)}."
-                )
-            expert = costs.argmin(dim=1)  # (batch,)
-            logits = scores if index.complete else fill_unknown(scores, known)
-            logits = logits[torch.arange(chunk.shape[0], device=z.device), expert]  # (batch, C)
-            chunks.append((logits, expert, entropies))
-        logits, expert, entropies = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        return RoutingOutput(logits, expert, entropies.gather(1, expert[:, None])[:, 0], entropies)
+            if isinstance(router, Oracle):
+                assert chosen is not None
+                # Who knows the expert knows that it is one of its classes.
+                known = known & torch.stack([own_mask(own, len(index.classes)) for own in index.own.values()])
+                costs = torch.zeros_like(entropies)
+            else:
+                costs = entropies if router is entropy and not options else router(scores, **options)
+                if costs.shape != entropies.shape:
+                    raise ValueError(
+                        f"a router returns one number per sample and expert, here of shape {tuple(entropies.shape)}, "
+                        f"got {tuple(costs.shape)}."
+                    )
+                chosen = costs.argmin(dim=1)  # (batch,)
+            logits = scores if index.complete and not isinstance(router, Oracle) else fill_unknown(scores, known)
+            logits = logits[torch.arange(chunk.shape[0], device=device), chosen]  # (batch, C)
+            chunks.append((logits, chosen, entropies.gather(1, chosen[:, None])[:, 0], entropies, costs))
+        logits, chosen, certain, *rest = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        if isinstance(router, StatisticsRouter):
+            return RoutingOutput(logits, chosen, certain, None, rest[0], rest[0] < common.unknown_below)
+        if common.routing_scope == "batch":
+            logits, chosen = self._one_expert(z, rest[1])
+            certain = rest[0].gather(1, chosen[:, None])[:, 0]
+        confidence = torch.softmax(logits.float() / options.get("temperature", 1.0), dim=-1).amax(dim=-1)
+        return RoutingOutput(logits, chosen, certain, rest[0], confidence, confidence < common.unknown_below)
+
+    def _one_expert(self, z: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
+        """The released evaluation's choice: the expert of the lowest mean cost answers the whole batch."""
+        t = int(costs.mean(dim=0).argmin())
+        scores, known = self.scores(z, [list(self.configs)[t]])
+        logits = scores if self.class_index.complete else fill_unknown(scores, known)
+        return logits[:, 0], torch.full((len(z),), t, device=z.device)
+
+    def _route_by_statistics(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits, expert, entropy and confidence by the statistics router that is set."""
+        routing = self.statistics_routing
+        posterior, expert, confidence = routing(
+            self.unit_features(z, routing.experts[0]), lambda images, name: self.own_scores(z[images], name)
+        )
+        return posterior, expert, torch.special.entr(posterior.exp()).sum(dim=-1), confidence
+
+    def unit_features(self, z: Tensor, adapter_name: str) -> Tensor:
+        """[CLS] as the statistics have it: standardised by the expert's reference, of length 1, at least float32."""
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        if not self.configs[adapter_name].reference:
+            return unit_features(z)
+        return unit_features(z, self.luca_reference_mean[adapter_name], self.luca_reference_std[adapter_name])
+
+    @property
+    def statistics_routing(self) -> StatisticsRouting:
+        """The statistics router that is set, made ready anew when the experts change."""
+        assert isinstance(self.router, StatisticsRouter)
+        device = self.class_index.device
+        if self._statistics_routing is None or self._statistics_routing.part_class.device != device:
+            _, options = RouterOptions.split(self.router_options)
+            parts = gather_statistics(self)
+            self._statistics_routing = StatisticsRouting(self.router, parts, self.class_index, **options)
+        return self._statistics_routing
 
     @property
     def class_index(self) -> ClassIndex:
@@ -378,6 +452,11 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             vectors = self.luca(z, adapter_name) if adapted else self.standardise(z, adapter_name)
             sums.index_add_(0, label, vectors.double())
         rows.copy_(sums / counts[:, None])
+
+
+def own_mask(own: Tensor, classes: int) -> Tensor:
+    """Global ids of an expert's classes → boolean (C,)."""
+    return torch.zeros(classes, dtype=torch.bool, device=own.device).index_fill(0, own, True)
 
 
 MERGE_REFUSED = (

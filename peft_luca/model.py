@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
+from .closed_form import StatisticsRouter
 from .config import LucaConfig
 from .features import BackboneFacts, reference_distance
 from .layer import MERGE_REFUSED, LucaLayer, reading_features
-from .routing import Router, RoutingOutput, get_router
+from .routing import Oracle, Router, RouterOptions, RoutingOutput, get_router
+from .statistics import DEFAULT_RANK, ClassStatistics
 
 
 # What enters the head, by `config.model_type`; see docs/architectures.md. transformers' other image classifiers hand
@@ -281,32 +283,54 @@ class LucaModel(BaseTuner):
         """Class names of the base model's own head."""
         return self._base_outputs.names(self.layer.base_layer)
 
-    def set_router(self, router: str | Router | None, **options: Any) -> None:
+    def set_router(self, router: str | Router | StatisticsRouter | Oracle | None, **options: Any) -> None:
         """
         Ask all experts, and let the router choose who answers each image, by itself: logits are then (batch, C) over
         the global label space, and `config.id2label` follows.
 
         Args:
             router (`str`, function or `None`):
-                `"entropy"` (the paper's), or a function of scores `(batch, experts, C)` that returns
-                `(batch, experts)`, the lowest for the expert that should answer. `None` goes back to the active
-                expert alone.
-            options: Passed to the router, such as `temperature=2.0`.
+                By scores: `"entropy"` (the paper's), `"max_prob"`, `"margin"`, `"energy"`, or a function of scores
+                `(batch, experts, C)` that returns `(batch, experts)`, the lowest for the expert that should answer.
+                By the experts' statistics: `"gaussian"` (recommended), `"prototype"`, `"ridge"`, `"hybrid"`.
+                `"oracle"` is told the expert of each image. `None` goes back to the active expert alone.
+            options: Passed to the router, such as `temperature=2.0`; and [`~peft_luca.routing.RouterOptions`].
 
         Raises:
-            ValueError: there is no router of that name, or it does not take the options.
+            ValueError:
+                there is no router of that name, it does not take the options, or an expert lacks the statistics that
+                it needs.
         """
         if router is None:
             if options:
                 raise ValueError(f"no router, so no options: got {sorted(options)}.")
-            self.layer.router, self.layer.router_options = None, {}
+            self.layer.set_router(None, {})
         else:
             function = get_router(router)
+            common, own = RouterOptions.split(options)
+            before = self.layer.router, self.layer.router_options
             try:
-                function(torch.zeros(1, 2, 3), **options)
+                if callable(function):
+                    function(torch.zeros(1, 2, 3), **own)
+                elif own and isinstance(function, Oracle):
+                    raise TypeError(f"the oracle takes none, got {sorted(own)}")
+                self.layer.set_router(function, options)
             except TypeError as error:
+                self.layer.router, self.layer.router_options = before
                 raise ValueError(f"the router {router!r} does not take these options: {error}") from error
-            self.layer.router, self.layer.router_options = function, options
+            except ValueError:
+                self.layer.router, self.layer.router_options = before
+                raise
+            if common.routing_scope == "batch":
+                if not callable(function):
+                    self.layer.router, self.layer.router_options = before
+                    raise ValueError(f"routing_scope='batch' goes with routers of scores only, got {router!r}.")
+                warnings.warn(
+                    "routing_scope='batch' lets one expert answer a whole batch, as the released evaluation does: the "
+                    "accuracy then depends on how the images are ordered and batched, and over a test set sorted by "
+                    "class it leaks the task. Use it for comparison with published figures only.",
+                    stacklevel=2,
+                )
         self._follow_outputs()
 
     def set_over_all_classes(self, enabled: bool) -> None:
@@ -339,17 +363,44 @@ class LucaModel(BaseTuner):
             del self.model.forward
 
     @torch.no_grad()
-    def route(self, pixel_values: Tensor) -> RoutingOutput:
+    def route(self, pixel_values: Tensor, expert: Tensor | None = None) -> RoutingOutput:
         """
         Who answers each image, and how certain every expert is, with one pass of the trunk.
 
         Args:
             pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Preprocessed images.
+            expert (`torch.Tensor` of shape `(batch,)`, *optional*): With the oracle, who is to answer each image.
 
         Returns:
             [`RoutingOutput`]: by the router that is set, or by entropy.
         """
-        return self.layer.route(self.pooled_features(pixel_values))
+        return self.layer.route(self.pooled_features(pixel_values), expert)
+
+    def collect_statistics(
+        self,
+        adapter_name: str,
+        features: Tensor,
+        labels: Tensor,
+        rank: int | None = DEFAULT_RANK,
+        random_features: int = 0,
+    ) -> ClassStatistics:
+        """
+        Give an expert the statistics that `"gaussian"`, `"prototype"`, `"hybrid"` and `"ridge"` need.
+        [`ContinualTrainer`] does.
+
+        Args:
+            adapter_name (`str`): The expert.
+            features (`torch.Tensor` of shape `(images, d)`): [CLS] of its training images, as they leave the trunk.
+            labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
+            rank, random_features: See [`~peft_luca.statistics.ClassStatistics.collect`].
+        """
+        layer = self.layer
+        x = layer.unit_features(features.double().to(layer.class_index.device), adapter_name).cpu()
+        classes = self.experts[adapter_name]
+        statistics = ClassStatistics.collect(x, labels.cpu(), classes, rank, random_features)
+        layer.statistics[adapter_name] = statistics
+        layer._statistics_routing = None
+        return statistics
 
     def l1_penalty(self, adapter_name: str | None = None) -> Tensor:
         """

@@ -1,19 +1,26 @@
-"""Routers: pure functions from every expert's scores to how uncertain each expert is. The most certain one answers."""
+"""
+Who answers each image. A score router is a pure function from every expert's scores to how uncertain each expert is:
+the most certain one answers. A statistics router is a closed-form classifier of the frozen features: it answers
+itself, and credits the expert whose class it names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .closed_form import Gaussian, Prototype, Ridge, StatisticsRouter
 from .config import LucaConfig
 
 
 # (scores (batch, experts, C), **options) → (batch, experts): the expert with the lowest number answers the sample.
 Router = Callable[..., Tensor]
+ROUTING_SCOPES = ("sample", "batch")
 
 # A class that an expert cannot score gets this much less than its lowest score: finite, so that losses stay finite.
 UNKNOWN_MARGIN = 10.0
@@ -24,16 +31,50 @@ class RoutingOutput(NamedTuple):
     What routing says about each image.
 
     Attributes:
-        logits (`torch.Tensor` of shape `(batch, C)`): The chosen expert's scores of all classes.
+        logits (`torch.Tensor` of shape `(batch, C)`):
+            The chosen expert's scores of all classes; a statistics router's log-posterior.
         expert (`torch.Tensor` of shape `(batch,)`): Which expert answered, as an index into the experts' order.
-        entropy (`torch.Tensor` of shape `(batch,)`): The chosen expert's entropy, in nats.
-        entropies (`torch.Tensor` of shape `(batch, experts)`): Every expert's entropy, in nats.
+        entropy (`torch.Tensor` of shape `(batch,)`): Entropy of the answer over all classes, in nats.
+        entropies (`torch.Tensor` of shape `(batch, experts)`, *optional*):
+            Every expert's entropy, in nats; `None` with a statistics router, which does not ask the experts.
+        confidence (`torch.Tensor` of shape `(batch,)`): Probability of the answered class, between 0 and 1.
+        unknown (`torch.Tensor` of shape `(batch,)`): Whether the confidence is below `unknown_below`.
     """
 
     logits: Tensor
     expert: Tensor
     entropy: Tensor
-    entropies: Tensor
+    entropies: Tensor | None
+    confidence: Tensor
+    unknown: Tensor
+
+
+class RouterOptions(NamedTuple):
+    """
+    The options that every router takes.
+
+    Attributes:
+        unknown_below (`float`, *optional*, defaults to `0.0`): Answers of a lower confidence are marked unknown.
+        routing_scope (`str`, *optional*, defaults to `"sample"`):
+            `"batch"` lets one expert answer a whole batch, as the authors' released evaluation does. What an image
+            gets then depends on the others.
+    """
+
+    unknown_below: float = 0.0
+    routing_scope: str = "sample"
+
+    @classmethod
+    def split(cls, options: dict[str, Any]) -> tuple[RouterOptions, dict[str, Any]]:
+        """The common options, checked, and the router's own."""
+        common = cls(**{name: options[name] for name in cls._fields if name in options})
+        if not 0 <= common.unknown_below <= 1:
+            raise ValueError(f"unknown_below must be between 0 and 1, got {common.unknown_below!r}.")
+        if common.routing_scope not in ROUTING_SCOPES:
+            raise ValueError(f"routing_scope must be one of {ROUTING_SCOPES}, got {common.routing_scope!r}.")
+        return common, {name: value for name, value in options.items() if name not in cls._fields}
+
+
+# ---- score routers -----------------------------------------------------------------------------------------------
 
 
 def entropy(scores: Tensor, temperature: float = 1.0) -> Tensor:
@@ -47,19 +88,64 @@ def entropy(scores: Tensor, temperature: float = 1.0) -> Tensor:
     Returns:
         `torch.Tensor` of shape `(batch, experts)`: between 0 and log C.
     """
+    return torch.special.entr(torch.softmax(_tempered(scores, temperature), dim=-1)).sum(dim=-1)
+
+
+def max_prob(scores: Tensor, temperature: float = 1.0) -> Tensor:
+    """Minus the log-probability of each expert's best class: `(batch, experts, C)` → `(batch, experts)`."""
+    return -torch.log_softmax(_tempered(scores, temperature), dim=-1).amax(dim=-1)
+
+
+def margin(scores: Tensor, temperature: float = 1.0) -> Tensor:
+    """
+    Minus the distance in probability of each expert's two best classes: `(batch, experts, C)` → `(batch, experts)`.
+    Over a single class it is -1.
+    """
+    top = torch.softmax(_tempered(scores, temperature), dim=-1).topk(min(2, scores.shape[-1]), dim=-1).values
+    return -top[..., 0] if top.shape[-1] == 1 else top[..., 1] - top[..., 0]
+
+
+def energy(scores: Tensor, temperature: float = 1.0) -> Tensor:
+    """
+    Free energy -τ·log Σ exp(score/τ) of each expert: `(batch, experts, C)` → `(batch, experts)`. It grows with an
+    expert's scale σ, unlike the other routers. From https://arxiv.org/abs/2010.03759.
+    """
+    return -temperature * torch.logsumexp(_tempered(scores, temperature), dim=-1)
+
+
+def _tempered(scores: Tensor, temperature: float) -> Tensor:
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}.")
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return torch.special.entr(torch.softmax(scores / temperature, dim=-1)).sum(dim=-1)
+    return scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
 
 
-ROUTERS: dict[str, Router] = {"entropy": entropy}
+# ---- routers that take more than scores --------------------------------------------------------------------------
 
 
-def get_router(router: str | Router) -> Router:
+@dataclass(frozen=True)
+class Oracle:
+    """Whoever asks says which expert each image belongs to: `route(..., expert=...)`."""
+
+
+ROUTERS: dict[str, Router | StatisticsRouter | Oracle] = {
+    "entropy": entropy,
+    "max_prob": max_prob,
+    "margin": margin,
+    "energy": energy,
+    "prototype": StatisticsRouter(Prototype),
+    "gaussian": StatisticsRouter(Gaussian),
+    "ridge": StatisticsRouter(Ridge),
+    "hybrid": StatisticsRouter(Gaussian, asks_experts=True),
+    "oracle": Oracle(),
+}
+
+
+def get_router(router: str | Router | StatisticsRouter | Oracle) -> Router | StatisticsRouter | Oracle:
     """A router by its name, or the function itself."""
-    if callable(router):
-        return router
+    if not isinstance(router, str):
+        if callable(router) or isinstance(router, (StatisticsRouter, Oracle)):
+            return router
+        raise ValueError(f"a router is a name or a function of scores, got {router!r}.")
     if router not in ROUTERS:
         raise ValueError(
             f"there is no router called {router!r}. Choose one of {', '.join(map(repr, sorted(ROUTERS)))}, or pass a "
@@ -67,6 +153,11 @@ def get_router(router: str | Router) -> Router:
             "that should answer."
         )
     return ROUTERS[router]
+
+
+def router_name(router: Router | StatisticsRouter | Oracle) -> str | None:
+    """The name of a router, `None` for a function of one's own."""
+    return next((name for name, known in ROUTERS.items() if known == router), None)
 
 
 def combine_rows(cosines: Tensor, index: ClassIndex, expert: str) -> Tensor:

@@ -31,6 +31,7 @@ from .hub import CARD_NAME, RESULTS_NAME, load_experts, push_experts, save_exper
 from .metrics import forgetting, summarize
 from .model import LucaModel, check_expert_name, find_head
 from .model_card import make_card
+from .sparsity import luca_parameters, soft_threshold
 from .streams import DatasetLike, Task, TaskStream
 from .training_args import CONFIG_RECIPES, ContinualTrainingArguments
 
@@ -42,7 +43,7 @@ RESULTS_FORMAT = 1
 SETTINGS = (
     "recipe learning_rate num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps optim "
     "optim_args lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm label_smoothing_factor "
-    "l1_weight negatives augmentation schedule_per_epoch class_mean_rows router seed data_seed"
+    "l1_weight l1_proximal negatives augmentation schedule_per_epoch class_mean_rows router seed data_seed"
 ).split()
 
 
@@ -203,8 +204,10 @@ class ContinualTrainer(Trainer):
             self._steps_before += self.state.global_step
             if self.args.class_mean_rows and self.luca_config.head == "cosine":
                 self._set_rows_to_class_means(task)
+            if self.args.statistics:
+                self._collect_statistics(task)
             self.tuner.set_requires_grad(task.name, False)
-            self.tuner.set_router(self.args.router)
+            self._set_router()
             self._finish(task, output, time.perf_counter() - started)
         except BaseException:
             if task.name not in self._learnt:
@@ -287,7 +290,8 @@ class ContinualTrainer(Trainer):
             for name, part in (("cross_entropy", cross_entropy), ("l1_penalty", l1)):
                 self._loss_parts[name] = self._loss_parts.get(name, 0.0) + part.detach()
             self._loss_batches += 1
-        loss = cross_entropy + l1
+        # The proximal step takes the place of the penalty's gradient.
+        loss = cross_entropy + (l1.detach() if self.args.l1_proximal else l1)
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -301,6 +305,14 @@ class ContinualTrainer(Trainer):
             super().log(logs, start_time)
         finally:
             self.state.global_step = own_step
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.args.l1_proximal and self._task is not None:
+            parameters = list(luca_parameters(self.tuner.layer, self._task.name).values())
+            weight = self.args.l1_weight or 0.0
+            optimizer.register_step_post_hook(lambda stepped, *_: soft_threshold(stepped, parameters, weight))
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not self.args.schedule_per_epoch or self.lr_scheduler is not None:
@@ -341,6 +353,17 @@ class ContinualTrainer(Trainer):
         labels = self._ids(train.labels, task.classes)
         self.tuner.layer.set_rows_to_class_means(task.name, train.features.to(device), labels.to(device), adapted)
 
+    def _collect_statistics(self, task: Task) -> None:
+        train, rank = self.features(task, "train"), self.args.statistics_rank
+        own = self._ids(train.labels, task.classes)
+        self.tuner.collect_statistics(
+            task.name, train.features, own, None if rank < 0 else rank, self.args.statistics_random_features
+        )
+
+    def _set_router(self) -> None:
+        scope = {} if self.args.routing_scope == "sample" else {"routing_scope": self.args.routing_scope}
+        self.tuner.set_router(self.args.router, **scope)
+
     def _drop_expert(self, task: Task) -> None:
         """Leave the model as it was before a task that could not be finished."""
         if not isinstance(self.model, PeftModel) or task.name not in self.tuner.experts:
@@ -350,7 +373,7 @@ class ContinualTrainer(Trainer):
             self.model_wrapped = self.model
         else:
             self.model.delete_adapter(task.name)
-            self.tuner.set_router(self.args.router)
+            self._set_router()
 
     @contextmanager
     def _learning(self, task: Task, seed: int) -> Iterator[Any]:
@@ -537,7 +560,7 @@ class ContinualTrainer(Trainer):
         self.model = self.model_wrapped = load_experts(self.model, sources)
         self._records = records
         self._steps_before = sum(record["steps"] for record in records)
-        self.tuner.set_router(self.args.router)
+        self._set_router()
         self._follow_labels()
         self._say(f"going on after {len(records)} of {len(self.stream)} tasks found in {folder}")
 

@@ -9,8 +9,9 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy, SchedulerType
 
+from .closed_form import StatisticsRouter
 from .config import OWN_RECIPE
-from .routing import get_router
+from .routing import ROUTING_SCOPES, Oracle, RouterOptions, get_router
 
 
 # What a recipe gives to the fields that were left unset. Measured by examples/benchmarks/entropy.py.
@@ -63,6 +64,8 @@ class ContinualTrainingArguments(TrainingArguments):
             `"paper"`: as in the authors' code, see the paper page of the docs.
         l1_weight (`float`, *optional*):
             λ of the ℓ1 penalty λ·Σ|θ| over the LuCA module. 5e-4 in both recipes.
+        l1_proximal (`bool`, *optional*, defaults to `False`):
+            Take the penalty's step by soft-threshold, so that zeros are zeros.
         negatives (`str`, *optional*):
             `"own"`: cross-entropy over the expert's own classes. `"seen"`: over all classes seen so far, earlier rows
             frozen. Own in the own recipe, seen in the paper's.
@@ -80,6 +83,15 @@ class ContinualTrainingArguments(TrainingArguments):
             background when a task is learnt, and at the end of `train`; with `"end"` only there.
         router (`str`, *optional*, defaults to `"entropy"`):
             Who answers each image once tasks are learnt; see [`LucaModel.set_router`].
+        routing_scope (`str`, *optional*, defaults to `"sample"`):
+            `"batch"` lets one expert answer all test images of a task, for comparison with published figures only.
+        statistics (`bool`, *optional*, defaults to `True`):
+            Collect the statistics of each task's training features and save them beside its expert. Needs
+            `cache_features` or a pass of the backbone.
+        statistics_rank (`int`, *optional*, defaults to `64`):
+            Rows of d numbers that each class's scatter is kept in; -1 for all.
+        statistics_random_features (`int`, *optional*, defaults to `0`):
+            M, for the `ridge` router: 4·M² bytes in every expert.
     """
 
     # TrainingArguments has values of its own for these; None tells what the user left to the recipe.
@@ -99,12 +111,17 @@ class ContinualTrainingArguments(TrainingArguments):
 
     recipe: str = field(default="own", metadata={"help": "Defaults to train by.", "choices": tuple(RECIPES)})
     l1_weight: float | None = field(default=None, metadata={"help": "Weight of the l1 penalty on the LuCA module."})
+    l1_proximal: bool = field(default=False, metadata={"help": "Soft-threshold, so that zeros are zeros."})
     negatives: str | None = field(default=None, metadata={"help": "Classes in the loss.", "choices": ("own", "seen")})
     augmentation: bool | None = field(default=None, metadata={"help": "Random resized crop and horizontal flip."})
     schedule_per_epoch: bool | None = field(default=None, metadata={"help": "Change the learning rate per epoch."})
     class_mean_rows: bool = field(default=True, metadata={"help": "Replace rows by class means after a task."})
     cache_features: bool = field(default=True, metadata={"help": "Compute [CLS] once per image and task."})
     router: str = field(default="entropy", metadata={"help": "Who answers each image once tasks are learnt."})
+    routing_scope: str = field(default="sample", metadata={"help": "Choose per image.", "choices": ROUTING_SCOPES})
+    statistics: bool = field(default=True, metadata={"help": "Collect statistics of the training features."})
+    statistics_rank: int = field(default=64, metadata={"help": "Rows kept of each class's scatter; -1 for all."})
+    statistics_random_features: int = field(default=0, metadata={"help": "Random features for the ridge router."})
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -135,4 +152,13 @@ class ContinualTrainingArguments(TrainingArguments):
                 f"hub_strategy is {HubStrategy(self.hub_strategy).value!r}, but checkpoints hold pickled state and "
                 "are not pushed. Use 'every_save', which pushes each expert when it is learnt, or 'end'."
             )
-        get_router(self.router)
+        router = get_router(self.router)
+        if isinstance(router, Oracle):
+            raise ValueError("router='oracle' is told the expert of each image, which a stream does not tell.")
+        if isinstance(router, StatisticsRouter) and not self.statistics:
+            raise ValueError(f"router={self.router!r} needs the experts' statistics: leave statistics at True.")
+        if self.router == "ridge" and self.statistics_random_features < 1:
+            raise ValueError("router='ridge' needs statistics_random_features, such as 2000.")
+        RouterOptions.split({"routing_scope": self.routing_scope})
+        if self.statistics_rank < -1:
+            raise ValueError(f"statistics_rank must be at least 0, or -1 for all, got {self.statistics_rank}.")

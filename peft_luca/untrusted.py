@@ -189,6 +189,17 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
     return {name.removeprefix(f"base_model.model.{head}."): tensor for name, tensor in tensors.items()}
 
 
+def check_size(path: Path) -> None:
+    """
+    Refuse a file that no expert needs, before it is read.
+
+    Raises:
+        InvalidExpertError: it has more than a gibibyte.
+    """
+    if path.stat().st_size > MAX_EXPERT_BYTES:
+        raise InvalidExpertError(f"{path} has {path.stat().st_size} bytes, more than {MAX_EXPERT_BYTES}.")
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """
     The manifest of the collection in a folder, with at least `experts` and `router`.

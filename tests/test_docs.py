@@ -17,7 +17,7 @@ from peft_luca import LucaConfig, save_expert
 
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/quickstart.md", "docs/concepts.md"]
+PAGES = ["README.md", "docs/quickstart.md", "docs/concepts.md", "docs/routing.md"]
 BACKBONE = "google/vit-base-patch16-224-in21k"
 HEADER = "import os, warnings\nos.chdir({folder!r})\nimport torch\ntorch.set_num_threads(1)\n"
 

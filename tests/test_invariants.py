@@ -275,7 +275,7 @@ def test_9_a_run_writes_safetensors_and_json_and_nothing_else(out):
     trainer = make_trainer(out)
     trainer.train()
     trainer.evaluate()
-    adapter = ("adapter_config.json", "adapter_model.safetensors")
+    adapter = ("adapter_config.json", "adapter_model.safetensors", "statistics.safetensors")
     wanted = [f"task_{t}/{file}" for t in range(3) for file in adapter] + ["experts.json", "results.json"]
     assert files_in(out) == sorted(wanted)
     trainer.save_model()

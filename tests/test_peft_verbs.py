@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import multiprocessing
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +381,18 @@ def test_a_half_precision_base(dtype: torch.dtype, autocast: bool, tmp_path: Pat
     torch.testing.assert_close(
         logits(loaded, pictures().to(dtype)), logits(model, pictures().to(dtype)), rtol=0, atol=0
     )
+
+
+def test_without_importing_peft_luca_the_config_says_what_to_do(tmp_path: Path) -> None:
+    save(with_experts(default=ANIMALS), tmp_path)
+    program = "import sys; from peft import PeftConfig; PeftConfig.from_pretrained(sys.argv[1])"
+    process = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert process.stderr.strip().endswith("KeyError: 'LUCA'")  # all that PEFT says of a type it does not know
+    content = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert "`import peft_luca` before loading" in content["read_with"]
+    content["read_with"] = "something else"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+    assert "import peft_luca" in PeftConfig.from_pretrained(str(tmp_path)).read_with
 
 
 # ---- an expert for each image ---------------------------------------------------------------------------------------

@@ -1,0 +1,78 @@
+"""
+The paper's ablations, one change at a time, with sparsity and overlap of the experts: the branches and their order, λ
+with and without the proximal step, and the reduction.
+
+    python examples/benchmarks/ablations.py --output examples/benchmarks/results/ablations_digits.json
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+from environment import write_results
+from routing import BenchmarkArguments, Features, FeatureTrainer, load, make_stream, summarise
+from transformers import AutoImageProcessor, HfArgumentParser
+
+from peft_luca import ContinualTrainingArguments, LucaConfig
+from peft_luca.config import ARRANGEMENTS
+from peft_luca.sparsity import overlap_report
+
+
+# Name → fields of LucaConfig, fields of ContinualTrainingArguments.
+VARIANTS: dict[str, tuple[dict, dict]] = {
+    **{f"arrangement {name}": ({"arrangement": name}, {}) for name in ARRANGEMENTS},
+    **{f"λ {weight:g}": ({}, {"l1_weight": weight}) for weight in (0.0, 5e-5, 5e-4, 5e-3)},
+    **{f"λ {w:g}, proximal": ({}, {"l1_weight": w, "l1_proximal": True}) for w in (5e-5, 5e-4, 5e-3)},
+    **{f"reduction {r}": ({"reduction": r}, {}) for r in (4, 16, 64)},
+}
+FIGURES = "last_accuracy", "average_accuracy", "routing_accuracy", "task_known_accuracy"
+
+
+@dataclass
+class AblationArguments(BenchmarkArguments):
+    """What to measure."""
+
+    class_order_seeds: list[int] = field(default_factory=lambda: [1993, 0, 1], metadata={"help": "Class orders."})
+
+
+def learn(args: AblationArguments, processor, features: Features, seed: int, variant: str) -> dict[str, float]:
+    config, settings = VARIANTS[variant]
+    args.class_order_seed = seed
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = FeatureTrainer(
+            model=args.backbone,
+            args=ContinualTrainingArguments(
+                folder, disable_tqdm=True, report_to=[], logging_strategy="no", statistics=False, **settings
+            ),
+            stream=make_stream(args),
+            luca_config=LucaConfig(**config),
+            processing_class=processor,
+        )
+        trainer.known = features
+        trainer.train()
+    results, report = trainer.results(), overlap_report(trainer.tuner.layer)
+    trainer.tuner.unload()
+    zeros = torch.tensor(list(report.pop("sparsity").values())).mean()
+    return {**{name: results[name] for name in FIGURES}, "sparsity": float(zeros), **report}
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(AblationArguments).parse_args_into_dataclasses()
+    warnings.filterwarnings("ignore", message="Adapter")
+    torch.set_num_threads(1)
+    processor = AutoImageProcessor.from_pretrained(args.model)
+    features, args.backbone = Features(args, processor), load(args)
+    summary: dict[str, dict] = {}
+    for variant in VARIANTS:
+        rows = [learn(args, processor, features, seed, variant) for seed in args.class_order_seeds]
+        summary[variant] = {name: summarise([row[name] for row in rows]) for name in rows[0]}
+        print(variant, summary[variant], flush=True)
+        setting = {"increment": args.increment, "class_order_seeds": args.class_order_seeds}
+        write_results(args.output, setting=setting, summary=summary)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""
+The test suite on the lowest and on the highest versions of what peft_luca depends on: `nox -s lowest highest`.
+
+A lower bound in pyproject.toml may be moved only together with a green run of `lowest`. PEFT's main branch is on no
+package index, so that there is no session for it: `pip install git+https://github.com/huggingface/peft` beside a
+`highest` environment is the way.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nox
+import tomllib
+
+
+nox.options.sessions = ["lowest", "highest"]
+ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def lower_bounds() -> list[str]:
+    """`name>=version` of pyproject.toml → `name==version`."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = [re.fullmatch(r"([\w-]+)>=([\d.]+)", dependency) for dependency in project["dependencies"]]
+    return [f"{match[1]}=={match[2]}" for match in found if match]
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    session.install("-c", "constraints.txt", "-e", ".[dev]")
+    session.install("--no-deps", *lower_bounds())
+    session.run("python", "-m", "pytest", *session.posargs, env=ENV)
+
+
+@nox.session
+def highest(session: nox.Session) -> None:
+    session.install("--upgrade", "-e", ".[dev]")
+    session.run("python", "-m", "pytest", *session.posargs, env=ENV)
+
+
+@nox.session
+def timm(session: nox.Session) -> None:
+    """timm's models, without the torchvision that it asks for: the tests need nothing of it."""
+    session.install("-c", "constraints.txt", "-e", ".[dev]")
+    session.install("--no-deps", "timm==1.0.31")
+    session.run("python", "-m", "pytest", "tests/test_architectures.py", *session.posargs, env=ENV)

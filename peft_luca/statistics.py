@@ -1,0 +1,277 @@
+"""Additive statistics of frozen features, one part per expert; see closed_form.py for what is made of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+STATISTICS_NAME = "statistics.safetensors"
+STATISTICS_FORMAT = 1
+DEFAULT_RANK = 64
+RANDOM_SEED = 0
+# Images, or rows, that are in float64 at a time.
+BLOCK = 4096
+
+
+def unit_features(z: Tensor, mean: Tensor | None = None, std: Tensor | None = None) -> Tensor:
+    """[CLS], (batch, d), standardised by the reference and brought to length 1, in the type of `z`."""
+    if mean is not None and std is not None:
+        z = (z - mean.to(z)) / std.to(z)
+    return z / z.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(z.dtype).tiny)
+
+
+@dataclass(frozen=True)
+class ClassStatistics:
+    """
+    Counts, means and scatter of the frozen features of each class. Parts of several experts are put together by
+    [`pool`] to what one pass over all their images gives; nothing is ever subtracted.
+
+    Attributes:
+        classes (`tuple[str, ...]`): Names of the K classes.
+        counts (`torch.Tensor` of shape `(K,)`): Images per class.
+        means (`torch.Tensor` of shape `(K, d)`): float64.
+        factors (`tuple` of K tensors of shape `(r, d)`):
+            The scatter of a class, Σ(x-μ)(x-μ)ᵀ, is factorᵀ · factor + diag(remainder). float32.
+        remainder (`torch.Tensor` of shape `(K, d)`): Diagonal of what the rank leaves out: zero for full scatter.
+        errors (`torch.Tensor` of shape `(K,)`):
+            Frobenius norm of what factors and remainder do not give back, relative to that of the scatter. For a class
+            put together of several parts, a bound.
+        gram (`torch.Tensor` of shape `(M, M)`, *optional*): Gram matrix of the seeded random ReLU features, float32.
+        random_sums (`torch.Tensor` of shape `(K, M)`, *optional*): Their sum over each class, float64.
+    """
+
+    classes: tuple[str, ...]
+    counts: Tensor
+    means: Tensor
+    factors: tuple[Tensor, ...]
+    remainder: Tensor
+    errors: Tensor
+    gram: Tensor | None = field(default=None, repr=False)
+    random_sums: Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    @torch.no_grad()
+    def collect(
+        cls,
+        features: Tensor,
+        labels: Tensor,
+        classes: Sequence[str],
+        rank: int | None = DEFAULT_RANK,
+        random_features: int = 0,
+    ) -> ClassStatistics:
+        """
+        Statistics of the images of one task.
+
+        Args:
+            features (`torch.Tensor` of shape `(images, d)`): From [`unit_features`].
+            labels (`torch.Tensor` of shape `(images,)`): Positions in `classes`.
+            classes (`Sequence[str]`): Names of the classes.
+            rank (`int`, *optional*, defaults to `64`):
+                Rows that the scatter of a class is kept in; `None` for all of it. A class of up to `rank` + 1 images
+                is kept exactly either way.
+            random_features (`int`, *optional*, defaults to `0`):
+                M, for the `ridge` router: the Gram matrix takes 4·M² bytes (400 MB for 10,000) in every expert.
+
+        Raises:
+            ValueError: a class has no image, or a number is not finite.
+        """
+        counts = torch.bincount(labels.cpu(), minlength=len(classes))
+        if len(counts) != len(classes) or not counts.all():
+            raise ValueError(
+                f"statistics need an image of every class, but the images per label are {counts.tolist()} for the "
+                f"{len(classes)} classes {list(classes)[:5]}."
+            )
+        if rank is not None and rank < 0:
+            raise ValueError(f"rank must be at least 0, or None for the full scatter, got {rank}.")
+        if not features.isfinite().all():
+            raise ValueError("statistics need finite features, but some are infinite or not a number.")
+        d = features.shape[1]
+        means = torch.zeros(len(classes), d, dtype=torch.float64)
+        remainder, errors = torch.zeros(len(classes), d, dtype=torch.float64), torch.zeros(len(classes)).double()
+        factors = []
+        for k in range(len(classes)):
+            x = features[labels == k].double().cpu()
+            means[k] = x.mean(dim=0)
+            factor, remainder[k], errors[k] = _factorise(x - means[k], rank)
+            factors.append(factor)
+        gram = sums = None
+        if random_features:
+            directions = projection(d, random_features)
+            gram = torch.zeros(random_features, random_features, dtype=torch.float64)
+            sums = torch.zeros(len(classes), random_features, dtype=torch.float64)
+            for x, y in zip(features.cpu().split(BLOCK), labels.cpu().split(BLOCK), strict=True):
+                h = torch.relu(x.double() @ directions)
+                gram.addmm_(h.T, h)
+                sums.index_add_(0, y, h)
+            gram = gram.float()
+        return cls(tuple(classes), counts.double(), means, tuple(factors), remainder.float(), errors, gram, sums)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the statistics take, in memory and in their file."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
+
+    def scatter(self, k: int) -> Tensor:
+        """Σ(x-μ)(x-μ)ᵀ of a class, (d, d), in float64, as far as it is kept."""
+        factor = self.factors[k].double()
+        return factor.T @ factor + torch.diag(self.remainder[k].double())
+
+    # ---- their own file ------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {
+            "counts": self.counts,
+            "means": self.means,
+            "factor_rows": torch.tensor([len(factor) for factor in self.factors]),
+            "factors": torch.cat(self.factors),
+            "remainder": self.remainder,
+            "errors": self.errors,
+        }
+        if self.gram is not None and self.random_sums is not None:
+            tensors |= {"gram": self.gram, "random_sums": self.random_sums}
+        return tensors
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write `statistics.safetensors` into a folder, whole or not at all."""
+        target = Path(directory) / STATISTICS_NAME
+        temporary = target.with_name(f".{STATISTICS_NAME}.{os.getpid()}")
+        metadata = {"format": str(STATISTICS_FORMAT), "classes": json.dumps(self.classes, ensure_ascii=False)}
+        try:
+            save_file({k: v.contiguous() for k, v in self._tensors().items()}, temporary, metadata)
+            with open(temporary, "rb") as content:
+                os.fsync(content.fileno())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> ClassStatistics:
+        """
+        Read the `statistics.safetensors` of a folder.
+
+        Raises:
+            ValueError: it is not such a file, or what it says cannot be.
+        """
+        path = Path(directory) / STATISTICS_NAME
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+            if metadata.get("format") != str(STATISTICS_FORMAT):
+                raise ValueError(
+                    f"its format is {metadata.get('format')!r}, and this version reads {STATISTICS_FORMAT}"
+                )
+            classes = tuple(json.loads(metadata["classes"]))
+            rows, factors = tensors["factor_rows"], tensors["factors"]
+            k, d = tensors["means"].shape
+            right = (
+                len(classes) == len(set(classes)) == k
+                and all(isinstance(name, str) for name in classes)
+                and tensors["counts"].shape == rows.shape == tensors["errors"].shape == (k,)
+                and tensors["remainder"].shape == (k, d)
+                and factors.shape == (int(rows.sum()), d)
+                and bool((tensors["counts"] >= 1).all() and (tensors["remainder"] >= 0).all() and (rows >= 0).all())
+            )
+            gram, sums = tensors.get("gram"), tensors.get("random_sums")
+            if gram is not None:
+                right = right and sums is not None and sums.shape == (k, len(gram)) and gram.shape == (len(gram),) * 2
+            if not right or not all(t.isfinite().all() for t in tensors.values()):
+                raise ValueError("its tensors do not fit together")
+            parts = tuple(factors.split(rows.tolist()))
+            first = classes, tensors["counts"], tensors["means"]
+            return cls(*first, parts, tensors["remainder"], tensors["errors"], gram, sums)
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise ValueError(f"{path} does not hold the statistics of an expert: {error}.") from error
+
+
+def pool(parts: Mapping[str, ClassStatistics]) -> ClassStatistics:
+    """
+    Put the statistics of several experts together. A class that several have is one class of all their images. The
+    sums run over the experts sorted by name, so that their order changes no bit.
+
+    Args:
+        parts (`Mapping[str, ClassStatistics]`): Expert → its part.
+
+    Returns:
+        [`ClassStatistics`]: Of all classes, sorted by name. It has random features when all parts have equally many.
+    """
+    found: dict[str, list[tuple[ClassStatistics, int]]] = {}
+    for _, part in sorted(parts.items()):
+        for k, name in enumerate(part.classes):
+            found.setdefault(name, []).append((part, k))
+    classes = tuple(sorted(found))
+    merged = [_merge(found[name]) for name in classes]
+    counts, means, factors, remainder, errors = zip(*merged, strict=True)
+    gram = sums = None
+    widths = {0 if part.gram is None else len(part.gram) for part in parts.values()}
+    if len(widths) == 1 and widths != {0}:
+        width = widths.pop()
+        gram = torch.zeros(width, width, dtype=torch.float64)
+        sums = torch.zeros(len(classes), width, dtype=torch.float64)
+        where = {name: i for i, name in enumerate(classes)}
+        for _, part in sorted(parts.items()):
+            gram += torch.as_tensor(part.gram)
+            own = torch.tensor([where[name] for name in part.classes])
+            sums.index_add_(0, own, torch.as_tensor(part.random_sums))
+    return ClassStatistics(
+        classes,
+        torch.stack(counts),
+        torch.stack(means),
+        factors,
+        torch.stack(remainder),
+        torch.stack(errors),
+        gram,
+        sums,
+    )
+
+
+def _merge(parts: list[tuple[ClassStatistics, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Count, mean, factor, remainder and error of one class, of the parts that have it."""
+    part, k = parts[0]
+    n, mean, rows, remainder, error = (
+        part.counts[k],
+        part.means[k],
+        [part.factors[k]],
+        part.remainder[k],
+        part.errors[k],
+    )
+    for part, k in parts[1:]:
+        m, other = part.counts[k], part.means[k]
+        # Scatters add, and the distance of the means adds one direction: Chan, Golub & LeVeque (1983).
+        rows += [part.factors[k], ((n * m / (n + m)).sqrt() * (other - mean)).float()[None]]
+        mean = mean + (other - mean) * (m / (n + m))
+        n, remainder, error = n + m, remainder + part.remainder[k], torch.maximum(error, part.errors[k])
+    return n, mean, rows[0] if len(rows) == 1 else torch.cat(rows), remainder, error
+
+
+def _factorise(centred: Tensor, rank: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Centred features, (n, d) → factor (r, d) of their scatter, the diagonal that it leaves out, and the error."""
+    n, d = centred.shape
+    kept = min(n - 1, d) if rank is None else min(n - 1, d, rank)
+    if n <= d:
+        _, values, vectors = torch.linalg.svd(centred, full_matrices=False)
+    else:
+        eigenvalues, columns = torch.linalg.eigh(centred.T @ centred)
+        values, vectors = eigenvalues.clamp(min=0).sqrt().flip(0), columns.T.flip(0)
+    factor = (values[:kept, None] * vectors[:kept]).float()
+    if kept == min(n - 1, d):
+        return factor, torch.zeros(d, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    left = values[kept:, None] * vectors[kept:]  # (rest, d)
+    diagonal = left.square().sum(dim=0)
+    off = (left.T @ left) - torch.diag(diagonal)
+    return factor, diagonal, off.norm() / values.square().norm().clamp(min=1e-300)
+
+
+def projection(d: int, width: int) -> Tensor:
+    """Directions of the seeded random ReLU features, (d, M), the same on every machine (RanPAC, arXiv 2307.02251)."""
+    return torch.from_numpy(np.random.RandomState(RANDOM_SEED).standard_normal((d, width)))

@@ -1,0 +1,259 @@
+"""Class statistics: what they sum to, what they keep, and the classifiers made of them, against plain float64."""
+
+import copy
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from peft_luca.closed_form import Gaussian, Prototype, Ridge
+from peft_luca.statistics import STATISTICS_NAME, ClassStatistics, pool, unit_features
+
+
+NAMES = ("ant", "bee", "cat", "dog", "eel")
+D = 12
+
+
+def images(seed=0, sizes=(30, 9, 14, 2, 1)):
+    """Unit features of five classes of different size and shape, in float64, and their labels."""
+    generator = torch.Generator().manual_seed(seed)
+    x = [
+        torch.randn(n, D, generator=generator).double() @ torch.randn(D, D, generator=generator).double()
+        + 3 * torch.randn(D, generator=generator).double()
+        for n in sizes
+    ]
+    labels = torch.cat([torch.full((n,), k) for k, n in enumerate(sizes)])
+    order = torch.randperm(len(labels), generator=generator)
+    return unit_features(torch.cat(x))[order], labels[order]
+
+
+def part(x, y, names, **options):
+    """Statistics of some of the classes, as an expert that has only those collects them."""
+    keep = torch.tensor([NAMES[k] in names for k in y])
+    own = torch.tensor([names.index(NAMES[k]) for k in y[keep]])
+    return ClassStatistics.collect(x[keep], own, names, **options)
+
+
+def same(one, other):
+    """Whether two statistics are the same in every bit."""
+    first, second = one._tensors(), other._tensors()
+    return (
+        one.classes == other.classes
+        and first.keys() == second.keys()
+        and all(torch.equal(first[name], second[name]) for name in first)
+    )
+
+
+def test_collects_what_numpy_style_sums_give():
+    x, y = images()
+    statistics = ClassStatistics.collect(x, y, NAMES, rank=None)
+    for k in range(5):
+        own = x[y == k]
+        centred = own - own.mean(0)
+        assert statistics.counts[k] == len(own)
+        torch.testing.assert_close(statistics.means[k], own.mean(0))
+        torch.testing.assert_close(statistics.scatter(k), centred.T @ centred, rtol=0, atol=1e-6)
+    assert not statistics.errors.any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_composition_gives_what_one_pass_gives(seed):
+    x, y = images(seed, (40, 31, 22, 13, 4))
+    whole = ClassStatistics.collect(x, y, NAMES, rank=None, random_features=20)
+    # Three owners; "bee" and "cat" come in two and three of them.
+    owner = torch.randint(3, (len(y),), generator=torch.Generator().manual_seed(seed))
+    owner[y == 0], owner[y == 3], owner[y == 4] = 0, 1, 2
+    parts = {}
+    for t in range(3):
+        names = [NAMES[k] for k in sorted(set(y[owner == t].tolist()))][::-1]
+        parts[f"owner{t}"] = part(x[owner == t], y[owner == t], names, rank=None, random_features=20)
+    pooled = pool(parts)
+    assert pooled.classes == NAMES
+    torch.testing.assert_close(pooled.counts, whole.counts)
+    torch.testing.assert_close(pooled.means, whole.means, rtol=0, atol=1e-12)
+    for k in range(5):
+        error = (pooled.scatter(k) - whole.scatter(k)).norm() / whole.scatter(k).norm()
+        assert error < 1e-6
+    assert (pooled.gram - whole.gram).norm() / whole.gram.norm() < 1e-6
+    torch.testing.assert_close(pooled.random_sums, whole.random_sums)
+
+
+def test_order_and_company_change_no_bit():
+    x, y = images()
+    parts = {"b": part(x, y, ["cat", "ant"]), "a": part(x, y, ["bee"]), "c": part(x, y, ["ant", "dog"])}
+    turned = {name: parts[name] for name in ("c", "a", "b")}
+    assert same(pool(parts), pool(turned))
+    untouched = copy.deepcopy(parts)
+    pool(parts)
+    assert all(same(parts[name], untouched[name]) for name in parts)
+    without = {name: parts[name] for name in ("b", "a")}
+    del parts["c"]
+    assert same(pool(parts), pool(without))
+
+
+@pytest.mark.parametrize("rank", [0, 3, 8])
+def test_states_the_error_of_a_low_rank(rank):
+    x, y = images()
+    full, low = (ClassStatistics.collect(x, y, NAMES, rank=r) for r in (None, rank))
+    for k in range(5):
+        exact, kept = full.scatter(k), low.scatter(k)
+        assert len(low.factors[k]) <= rank
+        torch.testing.assert_close(kept.diagonal(), exact.diagonal(), rtol=1e-5, atol=1e-7)
+        error = (kept - exact).norm() / exact.norm() if exact.any() else torch.tensor(0.0)
+        assert float(low.errors[k]) == pytest.approx(float(error), abs=1e-5)
+    assert low.errors[0] > 0
+    assert low.errors[3] == 0 or rank == 0  # two images span one direction
+
+
+def test_file_gives_back_the_same(tmp_path):
+    x, y = images()
+    statistics = ClassStatistics.collect(x, y, NAMES, rank=4, random_features=6)
+    statistics.save(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [STATISTICS_NAME]
+    assert same(ClassStatistics.load(tmp_path), statistics)
+    assert statistics.nbytes == pytest.approx((tmp_path / STATISTICS_NAME).stat().st_size, abs=1200)
+
+
+@pytest.mark.parametrize("name", ["counts", "means", "factors", "remainder", "errors", "factor_rows"])
+def test_refuses_a_file_that_does_not_fit_together(tmp_path, name):
+    x, y = images()
+    ClassStatistics.collect(x, y, NAMES, rank=4).save(tmp_path)
+    tensors = load_file(tmp_path / STATISTICS_NAME)
+    metadata = {"format": "1", "classes": '["ant", "bee", "cat", "dog", "eel"]'}
+    for broken in (tensors[name][:-1], torch.full_like(tensors[name].double(), math.nan), None):
+        changed = {**tensors, name: broken} if broken is not None else {k: v for k, v in tensors.items() if k != name}
+        save_file(changed, tmp_path / STATISTICS_NAME, metadata)
+        with pytest.raises(ValueError, match="does not hold the statistics"):
+            ClassStatistics.load(tmp_path)
+    save_file(tensors, tmp_path / STATISTICS_NAME, {**metadata, "format": "99"})
+    with pytest.raises(ValueError, match="reads 1"):
+        ClassStatistics.load(tmp_path)
+
+
+def test_refuses_a_class_without_images_and_numbers_that_are_none():
+    x, y = images()
+    with pytest.raises(ValueError, match="an image of every class"):
+        ClassStatistics.collect(x, y, [*NAMES, "fox"])
+    with pytest.raises(ValueError, match="finite"):
+        ClassStatistics.collect(x / 0, y, NAMES)
+
+
+def covariances(x, y):
+    """Class means, class covariances (zero for one image) and the pooled one, written out."""
+    means = torch.stack([x[y == k].mean(0) for k in range(5)])
+    scatter = torch.stack([(x[y == k] - means[k]).T @ (x[y == k] - means[k]) for k in range(5)])
+    counts = torch.bincount(y).double()
+    own = scatter / (counts - 1).clamp(min=1)[:, None, None]
+    return means, own, scatter.sum(0) / (len(y) - 5), counts
+
+
+@pytest.mark.parametrize("strengths", [(0.8, None, 0.0), (0.3, 0.05, 1.0), (1.0, 0.2, 0.5)])
+def test_gaussian_is_the_discriminant_written_out(strengths):
+    shrinkage, sphere, volume = strengths
+    x, y = images()
+    means, own, pooled, counts = covariances(x, y)
+    statistics = ClassStatistics.collect(x, y, NAMES, rank=None)
+    gaussian = Gaussian(statistics, shrinkage, sphere, volume, temperature=2.0)
+    if sphere is None:
+        alphas = torch.where(counts > 1, shrinkage, 1.0)
+        variance = (1 - alphas) ** 2 / (counts - 1).clamp(min=1) + alphas**2 / (len(y) - 5)
+        trace, square = pooled.trace(), pooled.square().sum()
+        sphere = (square + trace**2) / (square - trace**2 / D) * (counts * variance).sum() / len(y)
+        assert gaussian.sphere == pytest.approx(float(sphere), rel=1e-4)
+        assert 0 < sphere < 1
+    test = images(seed=9)[0]
+    wanted = []
+    for k in range(5):
+        alpha = shrinkage if counts[k] > 1 else 1.0
+        covariance = (1 - alpha) * own[k] + alpha * pooled
+        covariance = (1 - sphere) * covariance + sphere * covariance.trace() / D * torch.eye(D).double()
+        distance = ((test - means[k]) @ torch.linalg.inv(covariance) * (test - means[k])).sum(1)
+        wanted.append(-0.5 * distance - 0.5 * volume * torch.logdet(covariance))
+    wanted = torch.stack(wanted, 1)
+    torch.testing.assert_close(gaussian.scores(test), wanted, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(gaussian.log_posterior(test), (wanted / 2).log_softmax(1), rtol=1e-3, atol=1e-3)
+
+
+def test_prototype_is_the_linear_discriminant_written_out():
+    x, y = images()
+    means, _, pooled, _ = covariances(x, y)
+    prototype = Prototype(ClassStatistics.collect(x, y, NAMES, rank=None), temperature=1.0)
+    trace, square, freedom = pooled.trace(), pooled.square().sum(), len(y) - 5
+    strength = (square + trace**2) / (freedom * (square - trace**2 / D))
+    assert prototype.shrinkage == pytest.approx(float(strength), rel=1e-4)
+    covariance = (1 - strength) * pooled + strength * trace / D * torch.eye(D).double()
+    test = images(seed=9)[0]
+    difference = test[:, None] - means
+    wanted = -0.5 * torch.einsum("bki,ij,bkj->bk", difference, torch.linalg.inv(covariance), difference)
+    torch.testing.assert_close(prototype.log_posterior(test), wanted.log_softmax(1), rtol=1e-4, atol=1e-4)
+
+
+def test_ridge_solves_its_normal_equations_and_takes_the_strength_of_least_gcv():
+    x, y = images()
+    statistics = ClassStatistics.collect(x, y, NAMES, random_features=30)
+    ridge = Ridge(statistics)
+    features, targets = torch.relu(x @ ridge.projection.double()), torch.eye(5).double()[y]
+
+    def solve(strength):
+        hat = features @ torch.linalg.inv(features.T @ features + strength * torch.eye(30)) @ features.T
+        return len(y) * (targets - hat @ targets).square().sum() / (len(y) - hat.trace()) ** 2
+
+    weights = torch.linalg.solve(features.T @ features + ridge.strength * torch.eye(30).double(), features.T @ targets)
+    torch.testing.assert_close(ridge.weights.double(), weights.T, rtol=1e-3, atol=1e-4)
+    assert solve(ridge.strength) <= min(solve(ridge.strength * factor) for factor in (0.1, 0.5, 2, 10)) * 1.0001
+    with pytest.raises(ValueError, match="random features"):
+        Ridge(ClassStatistics.collect(x, y, NAMES))
+
+
+@pytest.mark.parametrize("classifier", [Gaussian, Prototype])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 2, 1, 1, 1), (60, 1, 1, 1, 1)])
+def test_few_images_give_finite_answers(classifier, sizes):
+    x, y = images(sizes=sizes)
+    posterior = classifier(ClassStatistics.collect(x, y, NAMES, rank=4)).log_posterior(x.float())
+    assert posterior.isfinite().all()
+    torch.testing.assert_close(posterior.exp().sum(1), torch.ones(len(x)))
+    if max(sizes) == 1:
+        assert (posterior.argmax(1) == y).all()
+
+
+def test_blocks_change_nothing_but_memory(monkeypatch):
+    x, y = images()
+    gaussian = Gaussian(ClassStatistics.collect(x, y, NAMES))
+    whole = gaussian.scores(x)
+    monkeypatch.setattr("peft_luca.closed_form.BUDGET", 1)
+    torch.testing.assert_close(gaussian.scores(x), whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"shrinkage": 1.5}, {"temperature": 0.0}, {"sphere": -1.0}])
+def test_refuses_strengths_out_of_range(options):
+    x, y = images()
+    with pytest.raises(ValueError, match=r"between 0 and 1|above 0"):
+        Gaussian(ClassStatistics.collect(x, y, NAMES), **options)
+
+
+@pytest.mark.parametrize("classifier", [Gaussian, Prototype])
+def test_what_the_background_explains_better_is_not_known(classifier):
+    x, y = images(sizes=(60, 50, 40, 50, 60))
+    made = classifier(ClassStatistics.collect(x, y, NAMES, rank=None), temperature=2.0)
+    centred = x - x.mean(0)
+    total = centred.T @ centred / (len(x) - 1)
+    trace, square = total.trace(), total.square().sum()
+    strength = (square + trace**2) / ((len(x) - 1) * (square - trace**2 / D))
+    total = (1 - strength) * total + strength * trace / D * torch.eye(D).double()
+    test = torch.cat([images(seed=9)[0], x[:5]])
+    background = -0.5 * ((test - x.mean(0)) @ torch.linalg.inv(total) * (test - x.mean(0))).sum(1)
+    # As densities: less half the log-volume, here beside that of the classes, which is the mean one.
+    if classifier is Prototype:
+        volume = -torch.logdet(made.precision.double())
+    else:
+        distances = [Gaussian(ClassStatistics.collect(x, y, NAMES, rank=None), volume=v) for v in (0.0, 1.0)]
+        volume = 2 * (distances[0].constant - distances[1].constant).double().mean()
+    background = background - 0.5 * (torch.logdet(total) - volume)
+    torch.testing.assert_close(made.background.scores(test), background, rtol=1e-3, atol=1e-2)
+    scores = made.scores(test)
+    if classifier is Prototype:  # in full: with the part that all classes share
+        scores = scores - 0.5 * (test @ made.precision.double() * test).sum(1, keepdim=True)
+    total = torch.cat([scores, background[:, None]], 1).div(2.0).softmax(1)[:, :-1].sum(1)
+    torch.testing.assert_close(made.log_known(test).exp(), total, rtol=1e-2, atol=1e-2)
+    assert made.log_known(x).exp().mean() > made.log_known(images(seed=9)[0]).exp().mean()
