@@ -1,6 +1,7 @@
 """Pushing and pulling experts: the real client of huggingface_hub against a Hub of the tests' own on 127.0.0.1."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -634,3 +635,68 @@ def test_the_trainers_card(hub, out):
     assert card_errors((out / "README.md").read_text(encoding="utf-8")) == []
     trainer.save_model()
     assert "license: mit" in (out / "README.md").read_text(encoding="utf-8")
+
+
+# ---- statistics
+
+
+def with_statistics(experts=TWO):
+    model = make_model(experts)
+    for name in experts:  # statistics go together where the references do
+        model.base_model.layer.luca_reference_mean[name].zero_()
+        model.base_model.layer.luca_reference_std[name].fill_(1)
+        model.compute_reference(name)
+        features = torch.randn(40, 32, generator=torch.Generator().manual_seed(len(name)))
+        model.collect_statistics(name, features, torch.arange(40) % len(experts[name]))
+    return model
+
+
+def test_statistics_travel_beside_the_experts_and_are_read_when_a_router_needs_them(hub):
+    model = with_statistics()
+    push(model)
+    assert "alpha/statistics.safetensors" in hub.repos["owner/two"].files
+    loaded = load_experts(make_vit(), "owner/two")
+    assert all(isinstance(part, Path) for part in loaded.base_model.layer.statistics.values())
+    model.set_router("gaussian")
+    loaded.set_router("gaussian")
+    assert not any(isinstance(part, Path) for part in loaded.base_model.layer.statistics.values())
+    assert torch.equal(loaded(pixels()).logits, model(pixels()).logits)
+    push(model)
+    assert load_experts(make_vit(), "owner/two").base_model.layer.router is model.base_model.layer.router
+    model.set_router("entropy")
+    push(model, statistics=False)
+    assert not [path for path in hub.repos["owner/two"].files if "statistics" in path]
+
+
+def test_statistics_follow_renamed_classes(hub):
+    push(with_statistics())
+    loaded = load_experts(make_vit(), "owner/two", rename={"alpha": {"a": "another a"}})
+    loaded.set_router("gaussian")
+    assert loaded.classes == ("a", "b", "c", "d", "another a")
+    assert loaded.base_model.layer.statistics["alpha"].classes == ("c", "d", "another a")
+
+
+def test_enormous_statistics_are_refused(hub, tmp_path):
+    save_experts(with_statistics(), tmp_path / "all")
+    os.truncate(tmp_path / "all" / "alpha" / "statistics.safetensors", 2**38)
+    with pytest.raises(InvalidExpertError, match=r"statistics.safetensors has 274877906944 bytes, more than"):
+        load_experts(make_vit(), tmp_path / "all")
+
+
+@pytest.mark.slow
+def test_the_code_of_the_hub_page_runs_as_it_stands(hub, tmp_path):
+    base_id = "google/vit-base-patch16-224-in21k"
+    make_vit().save_pretrained(tmp_path / "base")
+    hub.add_folder(base_id, tmp_path / "base")
+    base = type(make_vit()).from_pretrained(tmp_path / "base")
+    hub.repos["lab-a/vit-birds"] = hub.repos["lab-b/vit-satellite"] = None
+    for repo_id, classes in (("lab-a/vit-birds", ["owl", "wren"]), ("lab-b/vit-satellite", ["sea"])):
+        model = make_model({"t": classes}, base=base)
+        save_experts(model, tmp_path / repo_id)
+        hub.add_folder(repo_id, tmp_path / repo_id / "t")
+        base = model.unload()
+    page = (ROOT / "docs" / "hub.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.S)).replace("me/", "owner/")
+    assert "'vit-birds': ('owl', 'wren')" in run(hub, code, tmp_path / "home", HF_TOKEN=OWNER)
+    assert {"owner/vit-birds", "owner/everything"} <= set(hub.repos)
+    assert hub.repos["owner/everything"].private
