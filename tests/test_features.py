@@ -41,7 +41,7 @@ def test_collator_is_the_processors_work():
 def test_collator_gives_other_ids():
     collator = ImageCollator(make_processor(), "image", {0: 7, 1: 5})
     assert collator(rows())["labels"].tolist() == [7, 7, 5]
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match=r"has the label 1, but the experts' classes are the labels \[0\]"):
         ImageCollator(make_processor(), "image", {0: 7})(rows())
 
 
