@@ -4,7 +4,7 @@ from ._registration import register
 from ._version import __version__
 from .config import LucaConfig
 from .features import FeatureDataset, ImageCollator, draw_reference_pictures
-from .hub import load_experts, save_expert, save_experts
+from .hub import list_experts, load_expert, load_experts, push_expert, push_experts, save_expert, save_experts
 from .layer import LucaLayer
 from .metrics import ContinualAccuracy
 from .model import LucaModel
@@ -12,6 +12,7 @@ from .routing import RoutingOutput
 from .streams import Task, TaskStream
 from .trainer import ContinualTrainer
 from .training_args import ContinualTrainingArguments
+from .untrusted import InvalidExpertError
 
 
 register(LucaConfig, LucaModel)
@@ -23,6 +24,7 @@ __all__ = [
     "ContinualTrainingArguments",
     "FeatureDataset",
     "ImageCollator",
+    "InvalidExpertError",
     "LucaConfig",
     "LucaLayer",
     "LucaModel",
@@ -31,7 +33,11 @@ __all__ = [
     "TaskStream",
     "__version__",
     "draw_reference_pictures",
+    "list_experts",
+    "load_expert",
     "load_experts",
+    "push_expert",
+    "push_experts",
     "save_expert",
     "save_experts",
 ]

@@ -7,23 +7,60 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+import torch
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelInfo,
+    snapshot_download,
+)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from peft import PeftModel
-from peft.utils import CONFIG_NAME
-from torch import nn
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from torch import Tensor, nn
+from transformers.utils import logging
 
 from .closed_form import StatisticsRouter
-from .model import NAME_RULE, LucaModel
-from .routing import router_name
+from .config import LucaConfig, check_classes
+from .layer import LucaLayer
+from .model import NAME_RULE, Head, LucaModel, check_backbone, check_expert_name, find_head
+from .model_card import (
+    PICTURE_NAME,
+    TAGS,
+    class_tag,
+    collection_figures,
+    draw_accuracy_matrix,
+    expert_figures,
+    make_card,
+)
+from .routing import get_router, router_name
 from .statistics import STATISTICS_NAME, ClassStatistics
+from .untrusted import (
+    MANIFEST_FORMAT,
+    MANIFEST_NAME,
+    InvalidExpertError,
+    check_size,
+    read_config,
+    read_manifest,
+    read_weights,
+)
 
 
-MANIFEST_NAME = "experts.json"
-MANIFEST_FORMAT = 1
+logger = logging.get_logger(__name__)
+
+# What an expert is made of. Nothing else is fetched from a stranger's repository.
+EXPERT_FILES = (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, STATISTICS_NAME)
+CARD_NAME = "README.md"
+RESULTS_NAME = "results.json"
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -123,16 +160,150 @@ def save_experts(
     write_json(folder / MANIFEST_NAME, manifest)
 
 
+def push_expert(
+    model: PeftModel,
+    name: str,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    commit_message: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    datasets: str | Sequence[str] | None = None,
+    results: Mapping[str, Any] | None = None,
+    statistics: bool = True,
+) -> CommitInfo:
+    """
+    Push one expert to a Hub repository of its own: a PEFT adapter at its root, and its card, in one commit. The same
+    thing pushed again makes no commit.
+
+    Args:
+        model ([`~peft.PeftModel`]): The model.
+        name (`str`): The expert.
+        repo_id (`str`): The repository, which is created where there is none.
+        private (`bool`, *optional*): Whether a new repository is private; by default as the owner's settings say.
+        revision (`str`, *optional*): Branch to push to, which is created where there is none.
+        token (`str` or `bool`, *optional*): Hub token with the right to write.
+        commit_message (`str`, *optional*): By default one that names the expert.
+        base_model (`str`, *optional*):
+            Hub id of the backbone, by default where the model was loaded from, if that is on the Hub.
+        license (`str`, *optional*): Licence of the expert, for the card.
+        datasets (`str` or `Sequence[str]`, *optional*): Hub ids of what it was trained on, for the card.
+        results (`dict`, *optional*): What a run's `results.json` holds, for the card.
+        statistics (`bool`, *optional*, defaults to `True`): Push its statistics too; see [`save_expert`].
+
+    Returns:
+        [`~huggingface_hub.CommitInfo`]: Of the commit, or of the one that was there.
+
+    Raises:
+        ValueError: there is no such expert, or the repository holds a collection.
+        RuntimeError: somebody else pushed to the repository at the same time, twice.
+    """
+    api = HfApi(token=token)
+    tuner = tuner_of(model)
+    with tempfile.TemporaryDirectory() as staging:
+        folder = Path(staging)
+        save_expert(model, name, folder, statistics=statistics)
+        base_model = _base_model(api, tuner, base_model)
+        _make_portable(folder, base_model)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        about = {"base_model": base_model, "license": license, "datasets": datasets, "results": results}
+        card = make_card(tuner, [name], repo_id, single=True, **about)  # type: ignore[arg-type]
+        (folder / CARD_NAME).write_text(card, encoding="utf-8")
+        return _push(api, folder, repo_id, revision, commit_message or f"Push expert {name}")
+
+
+def push_experts(
+    model: PeftModel,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    commit_message: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    datasets: str | Sequence[str] | None = None,
+    results: Mapping[str, Any] | None = None,
+    processing_class: Any = None,
+    statistics: bool = True,
+    blocking: bool = True,
+) -> CommitInfo | Future[CommitInfo]:
+    """
+    Push all experts of a model to a Hub repository as a collection: one PEFT adapter per subfolder, `experts.json`
+    with their order, classes, fingerprint, metrics and router, and the card, in one commit. Experts that the
+    repository has from an earlier push and the model has no longer are deleted there. The same thing pushed again
+    makes no commit.
+
+    Args:
+        model ([`~peft.PeftModel`]): The model.
+        repo_id (`str`): The repository, which is created where there is none.
+        private (`bool`, *optional*): Whether a new repository is private; by default as the owner's settings say.
+        revision (`str`, *optional*): Branch to push to, which is created where there is none.
+        token (`str` or `bool`, *optional*): Hub token with the right to write.
+        commit_message (`str`, *optional*): By default one with the number of experts.
+        base_model (`str`, *optional*):
+            Hub id of the backbone, by default where the model was loaded from, if that is on the Hub.
+        license (`str`, *optional*): Licence of the experts, for the card.
+        datasets (`str` or `Sequence[str]`, *optional*): Hub ids of what they were trained on, for the card.
+        results (`dict`, *optional*): What a run's `results.json` holds; it is pushed too, and shown in the card.
+        processing_class (`BaseImageProcessor`, *optional*): The backbone's image processor, to be pushed too.
+        statistics (`bool`, *optional*, defaults to `True`): Push their statistics too; see [`save_expert`].
+        blocking (`bool`, *optional*, defaults to `True`):
+            `False` takes the model as it is now, and uploads it in the background.
+
+    Returns:
+        [`~huggingface_hub.CommitInfo`], or a future of it: Of the commit, or of the one that was there.
+
+    Raises:
+        ValueError: the repository holds a single expert, or the router is a function of your own.
+        RuntimeError: somebody else pushed to the repository at the same time, twice.
+    """
+    api = HfApi(token=token)
+    tuner, names = tuner_of(model), list(tuner_of(model).experts)
+    staging = tempfile.TemporaryDirectory()
+    folder = Path(staging.name)
+    try:
+        save_experts(model, folder, statistics=statistics)
+        base_model = _base_model(api, tuner, base_model)
+        for name in names:
+            _make_portable(folder / name, base_model)
+        if processing_class is not None:
+            processing_class.save_pretrained(str(folder))
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        picture = False
+        if results is not None:
+            _add_metrics(folder / MANIFEST_NAME, results)
+            write_json(folder / RESULTS_NAME, results)
+            picture = draw_accuracy_matrix(results, folder / PICTURE_NAME)
+        about = {"base_model": base_model, "license": license, "datasets": datasets, "results": results}
+        card = make_card(tuner, names, repo_id, single=False, picture=picture, **about)  # type: ignore[arg-type]
+        (folder / CARD_NAME).write_text(card, encoding="utf-8")
+    except BaseException:
+        staging.cleanup()
+        raise
+
+    def upload() -> CommitInfo:
+        with staging:
+            return _push(api, folder, repo_id, revision, commit_message or f"Push {len(names)} experts")
+
+    return upload() if blocking else api.run_as_future(upload)
+
+
 def load_experts(
     model: nn.Module,
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]],
     *,
     revision: str | None = None,
     token: str | bool | None = None,
+    rename: Mapping[str, Mapping[str, str]] | None = None,
     allow_mismatch: bool = False,
 ) -> PeftModel:
     """
-    Compose experts, of one owner or of several, into one classifier, without training.
+    Compose experts, of one owner or of several, into one classifier, without training. Either all of them are added
+    or, after an error, none.
 
     Args:
         model (`nn.Module`):
@@ -140,15 +311,19 @@ def load_experts(
         sources (`str`, list or dict):
             Folders or Hub ids, each of one expert or of a collection. Experts are called as in their collection, or
             after the last part of their id; a dict gives single experts other names.
-        revision (`str`, *optional*): Branch, tag or commit on the Hub.
+        revision (`str`, *optional*): Branch, tag or commit on the Hub, the same for all sources.
         token (`str` or `bool`, *optional*): Hub token.
+        rename (`dict`, *optional*):
+            Other names for classes, `{expert: {class: name}}`, where two owners call different things the same, or the
+            same thing differently.
         allow_mismatch (`bool`, *optional*, defaults to `False`): Load experts of another backbone too.
 
     Returns:
         [`~peft.PeftModel`]: With the router of the collection when there was one source and it has one.
 
     Raises:
-        ValueError: a source is not an expert, two experts have the same name, or an expert is of another backbone.
+        InvalidExpertError: a source is not an expert, or one that no backbone can have.
+        ValueError: two experts have the same name, or an expert is of another backbone.
     """
     if isinstance(sources, (str, os.PathLike)):
         sources = [sources]
@@ -156,17 +331,17 @@ def load_experts(
     if not named:
         raise ValueError("there are no experts to load: the list is empty.")
     found: dict[str, Path] = {}
-    router: Any = None
+    router: dict[str, Any] | None = None
     for name, source in named:
-        folder = _local(source, revision, token)
+        folder = _local(source, revision, token, [*EXPERT_FILES, *(f"*/{file}" for file in EXPERT_FILES)])
         if (folder / MANIFEST_NAME).is_file():
             if name is not None:
                 raise ValueError(f"{source} is a collection, whose experts have names: it cannot be called {name!r}.")
-            experts, router = read_manifest(folder)
-        elif (folder / CONFIG_NAME).is_file():
-            experts = {name or re.sub(r"[^A-Za-z0-9_-]+", "-", Path(str(source)).name): folder}
+            manifest = read_manifest(folder)
+            router = manifest["router"]
+            experts = {entry["name"]: folder / entry["name"] for entry in manifest["experts"]}
         else:
-            raise ValueError(f"{source} is not an expert and not a collection: it has no {CONFIG_NAME}.")
+            experts = {name or _name_after(source, model): folder}
         taken = sorted({*found, *(tuner_of(model).experts if isinstance(model, PeftModel) else ())} & set(experts))
         if taken:
             raise ValueError(
@@ -174,35 +349,71 @@ def load_experts(
                 "{'name': source, ...})."
             )
         found.update(experts)
-    for name, folder in found.items():
-        model = _load_one(model, name, folder, allow_mismatch)
-        if (folder / STATISTICS_NAME).is_file():
-            tuner_of(model).layer.statistics[name] = folder  # read once a router needs them
-    assert isinstance(model, PeftModel)
-    if len(named) == 1 and router is not None:
-        tuner_of(model).set_router(router["name"], **router["options"])
-    return model
+    return _load(model, found, router if len(named) == 1 else None, rename or {}, allow_mismatch)
 
 
-def read_manifest(folder: Path) -> tuple[dict[str, Path], dict[str, Any] | None]:
-    """The experts of a collection, name → folder, in their order, and its router."""
-    path = folder / MANIFEST_NAME
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        names = [expert["name"] for expert in manifest["experts"]]
-        router = manifest["router"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a manifest of experts: {error!r}.") from error
-    if manifest.get("format") != MANIFEST_FORMAT:
-        raise ValueError(
-            f"{path} has format {manifest.get('format')!r}, and this version of peft_luca reads {MANIFEST_FORMAT}."
-        )
-    for name in names:
-        if not isinstance(name, str) or not NAME_RULE.fullmatch(name):
-            raise ValueError(f"{path} names an expert {name!r}: names are made of letters, digits, '_' and '-'.")
-        if not (folder / name / CONFIG_NAME).is_file():
-            raise ValueError(f"{path} names the expert {name!r}, but {folder / name} has no {CONFIG_NAME}.")
-    return {name: folder / name for name in names}, router
+def load_expert(
+    model: nn.Module,
+    source: str | os.PathLike[str],
+    name: str | None = None,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    rename: Mapping[str, str] | None = None,
+    allow_mismatch: bool = False,
+) -> PeftModel:
+    """
+    Add one expert to a backbone, or to a model that has experts already.
+
+    Args:
+        model (`nn.Module`): The backbone with a head, or a model with experts.
+        source (`str` or `PathLike`): Folder or Hub id of an expert, or of a collection that has it.
+        name (`str`, *optional*):
+            What the expert is called in the model, by default the last part of its id. Of a collection: which of its
+            experts; no other is downloaded.
+        revision (`str`, *optional*): Branch, tag or commit on the Hub.
+        token (`str` or `bool`, *optional*): Hub token.
+        rename (`dict`, *optional*): Other names for classes, `{class: name}`.
+        allow_mismatch (`bool`, *optional*, defaults to `False`): Load an expert of another backbone too.
+
+    Raises:
+        InvalidExpertError: the source is not an expert, or one that no backbone can have.
+        ValueError: the model has an expert of that name, or the expert is of another backbone.
+    """
+    of_collection = [f"{name}/{file}" for file in EXPERT_FILES] if name and NAME_RULE.fullmatch(name) else []
+    folder = _local(source, revision, token, [*EXPERT_FILES, *of_collection])
+    if (folder / MANIFEST_NAME).is_file():
+        names = [entry["name"] for entry in read_manifest(folder)["experts"]]
+        if name not in names:
+            raise ValueError(f"{source} is a collection of {_listed(names)}. Name one of them, got {name!r}.")
+        folder = folder / str(name)
+    name = name or _name_after(source, model)
+    if isinstance(model, PeftModel) and name in tuner_of(model).experts:
+        raise ValueError(f"the model has an expert {name!r} already. Give this one another name.")
+    return _load(model, {name: folder}, None, {name: rename} if rename else {}, allow_mismatch)
+
+
+def list_experts(
+    *,
+    author: str | None = None,
+    base_model: str | None = None,
+    classes: Sequence[str] = (),
+    token: str | bool | None = None,
+) -> list[ModelInfo]:
+    """
+    Experts and collections on the Hub, by the tags of their cards.
+
+    Args:
+        author (`str`, *optional*): User or organisation.
+        base_model (`str`, *optional*): Hub id of the backbone.
+        classes (`Sequence[str]`, *optional*): Class names, all of which the expert or collection must have.
+        token (`str` or `bool`, *optional*): Hub token.
+
+    Returns:
+        `list` of [`~huggingface_hub.ModelInfo`]: Their `id` is what [`load_experts`] takes.
+    """
+    tags = [TAGS[0], "peft", *([f"base_model:{base_model}"] if base_model else []), *map(class_tag, classes)]
+    return list(HfApi(token=token).list_models(author=author, filter=tags))
 
 
 def tuner_of(model: nn.Module) -> LucaModel:
@@ -226,26 +437,239 @@ def _router_entry(tuner: LucaModel) -> dict[str, Any] | None:
     return {"name": name, "options": options}
 
 
-def _local(source: str | os.PathLike[str], revision: str | None, token: str | bool | None) -> Path:
+def _push(api: HfApi, folder: Path, repo_id: str, revision: str | None, commit_message: str) -> CommitInfo:
+    """Make a repository what a folder is, an expert or a collection, in one commit with the card last."""
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    files = sorted(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name == CARD_NAME, str(path))
+    )
+    marker, other = MANIFEST_NAME, CONFIG_NAME
+    if not (folder / MANIFEST_NAME).is_file():
+        marker, other = other, marker
+    for first_try in (True, False):
+        parent = api.model_info(repo_id, revision=revision).sha
+        there = api.list_repo_files(repo_id, revision=parent)
+        if other in there:
+            kinds = "a single expert, not a collection" if marker == MANIFEST_NAME else "a collection, not one expert"
+            raise ValueError(f"{repo_id} holds {kinds}: it has {other}. Push to another repository.")
+        pushed = {path.relative_to(folder).as_posix(): path for path in files}
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationDelete(path)
+            for path in there
+            if path not in pushed and (path == PICTURE_NAME or path.split("/", 1)[-1] in EXPERT_FILES)
+        ]
+        operations += [CommitOperationAdd(name, str(path)) for name, path in pushed.items()]
+        try:
+            return api.create_commit(
+                repo_id, operations, commit_message=commit_message, revision=revision, parent_commit=parent
+            )
+        except HfHubHTTPError as error:
+            if error.response.status_code != 412:
+                raise
+            if not first_try:
+                raise RuntimeError(
+                    f"somebody else pushed to {repo_id} at the same time, twice (412): nothing of this push is there. "
+                    "Look at what is there now, and push again."
+                ) from error
+            logger.warning("Somebody else pushed to %s at the same time (412). Pushing once more.", repo_id)
+    raise AssertionError("unreachable")
+
+
+def _base_model(api: HfApi, tuner: LucaModel, given: str | None) -> str | None:
+    """Hub id of the backbone: as given, or where it was loaded from if that is on the Hub. Never a path."""
+    name = given or getattr(tuner.model, "name_or_path", None) or None
+    if name is None:
+        return None
+    try:
+        known = not Path(name).exists() and api.repo_exists(name)
+    except HFValidationError:
+        known = False
+    if known:
+        return str(name)
+    if given is not None:
+        raise ValueError(f"base_model must be the id of a model on the Hub, got {given!r}.")
+    warnings.warn(
+        f"the backbone was loaded from {name!r}, which is not on the Hub, so that nobody will know what the expert "
+        "sits on. Say base_model='owner/name'.",
+        stacklevel=3,
+    )
+    return None
+
+
+def _make_portable(folder: Path, base_model: str | None) -> None:
+    """Name the backbone in an expert's config by its Hub id, and read the expert as those will who pull it."""
+    values = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    write_json(folder / CONFIG_NAME, {**values, "base_model_name_or_path": base_model})
+    read_config(folder)
+
+
+def _add_metrics(path: Path, results: Mapping[str, Any]) -> None:
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    manifest["metrics"] = collection_figures(results)
+    for entry in manifest["experts"]:
+        entry["metrics"] = expert_figures(results, entry["name"])
+    write_json(path, manifest)
+
+
+def _local(source: str | os.PathLike[str], revision: str | None, token: str | bool | None, files: list[str]) -> Path:
+    """The folder of a source: itself, or where the named files of a Hub repository lie in the cache."""
     if Path(source).is_dir():
         return Path(source)
-    return Path(
-        snapshot_download(str(source), revision=revision, token=token, allow_patterns=["*.json", "*.safetensors"])
-    )
+    try:
+        return Path(
+            snapshot_download(str(source), revision=revision, token=token, allow_patterns=[MANIFEST_NAME, *files])
+        )
+    except HFValidationError as error:
+        raise InvalidExpertError(f"{source} is not an expert: it is neither a folder nor a Hub id.") from error
 
 
-def _load_one(model: nn.Module, name: str, folder: Path, allow_mismatch: bool) -> PeftModel:
-    from .config import LucaConfig
+def _name_after(source: str | os.PathLike[str], model: nn.Module) -> str:
+    """A name for a single expert: the last part of its id, in letters that a name may have."""
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(source).resolve().name if Path(source).is_dir() else Path(source).name)
+    try:
+        check_expert_name(name, model)
+    except ValueError:
+        return f"expert-{name}"
+    return name
 
-    config = LucaConfig.from_pretrained(str(folder))
-    if not isinstance(config, LucaConfig):
-        raise ValueError(f"{folder} holds an adapter of type {config.peft_type}, not a LuCA expert.")
-    if not isinstance(model, PeftModel):
+
+def _load(
+    model: nn.Module,
+    folders: Mapping[str, Path],
+    router: dict[str, Any] | None,
+    rename: Mapping[str, Mapping[str, str]],
+    allow_mismatch: bool,
+) -> PeftModel:
+    """Add the experts in the folders to a model, all or none."""
+    unknown = sorted(set(rename) - set(folders))
+    if unknown:
+        raise ValueError(f"rename names the experts {unknown}, but those to load are {_listed(folders)}.")
+    for folder in folders.values():
+        if not (folder / CONFIG_NAME).is_file():
+            raise InvalidExpertError(f"{folder} is not an expert and not a collection: it has no {CONFIG_NAME}.")
+    configs = {name: read_config(folder) for name, folder in folders.items()}
+    for name, config in configs.items():
+        config.inference_mode = True
         config.allow_mismatch = allow_mismatch
-        return PeftModel.from_pretrained(model, str(folder), adapter_name=name, config=config)
-    # PEFT's load_adapter reads the config anew and would not know about allow_mismatch: add first, then load into it.
-    config.allow_mismatch = allow_mismatch
-    config.inference_mode = True
-    model.add_adapter(name, config)
-    model.load_adapter(str(folder), name)
-    return model
+        config.classes = _renamed(name, config.classes or [], rename.get(name, {}))
+        check_expert_name(name, model)
+    if router is not None:
+        get_router(router["name"])  # says so when there is none, before anything is loaded
+    loaded: PeftModel | None = model if isinstance(model, PeftModel) else None
+    heads: dict[str, Head] = {}  # looked for once, where a thousand experts say the same of it
+    added: list[str] = []
+    fingerprint: str | None = None
+    try:
+        for name, config in configs.items():
+            key = repr((config.target_modules, config.pooled))
+            if key not in heads:
+                heads[key] = _find_head(model, folders[name], config)
+            head = heads[key]
+            if config.fingerprint is None and not allow_mismatch:
+                raise InvalidExpertError(
+                    f"{folders[name]}: expert {name!r} does not say which backbone it was trained on: its config has "
+                    "no fingerprint. Set allow_mismatch=True to load it all the same."
+                )
+            tensors = read_weights(folders[name], config, head.name, head.width)
+            if loaded is None:
+                loaded = PeftModel(model, config, adapter_name=name)
+                # PEFT 0.21 makes rows trainable again when it casts them, in a half-precision model.
+                tuner_of(loaded).set_requires_grad(name, False)
+            else:
+                _add(tuner_of(loaded), name, config)
+            added.append(name)
+            tuner = tuner_of(loaded)
+            fingerprint = fingerprint or tuner.backbone.fingerprint  # one look at the trunk for all of them
+            if config.fingerprint != fingerprint:
+                check_backbone(loaded, config, name, tensors)
+            _fill(tuner.layer, name, tensors)
+            statistics = _statistics(folders[name], config, rename.get(name, {}))
+            if statistics is not None:
+                tuner.layer.statistics[name] = statistics
+        assert loaded is not None
+        tuner_of(loaded)._follow_outputs()
+        if router is not None:
+            _set_router(tuner_of(loaded), router)
+    except BaseException:
+        if not isinstance(model, PeftModel) and loaded is not None:
+            tuner_of(loaded).unload()
+        elif loaded is not None:
+            for name in added:
+                loaded.delete_adapter(name)
+        raise
+    loaded.eval()
+    return loaded
+
+
+def _find_head(model: nn.Module, folder: Path, config: LucaConfig) -> Head:
+    """The head that an expert says it sits on: the one that the model's experts sit on."""
+    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
+    try:
+        head = find_head(base, config)
+    except ValueError as error:
+        raise InvalidExpertError(f"{folder}: {error}") from error
+    layers = [name for name, module in base.named_modules() if isinstance(module, LucaLayer)]
+    if layers not in ([], [head.name]):
+        raise InvalidExpertError(
+            f"{folder}: the expert sits on {head.name!r}, and those of the model on {layers[0]!r}."
+        )
+    return head
+
+
+def _add(tuner: LucaModel, name: str, config: LucaConfig) -> None:
+    """
+    Add an expert as `PeftModel.add_adapter` does for one that is to answer only. That goes over all tensors of the
+    model for every expert, which takes many minutes where there are a thousand: this makes it by itself, and moves it.
+    """
+    layer = tuner.layer
+    config.target_modules = list(tuner.targeted_module_names)
+    config.resolve()
+    alone = LucaLayer(layer.base_layer, layer.width, layer.input_width)
+    alone.update_layer(name, config)
+    for key, parameter in alone.named_parameters():
+        if not key.startswith("base_layer."):
+            parameter.requires_grad_(False)
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()  # PEFT keeps adapters of a half-precision model in float32
+    layer.adopt(name, alone)
+    tuner.peft_config[name] = config
+
+
+def _fill(layer: LucaLayer, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Put an expert's tensors where `PeftModel.load_adapter` puts them, without going over all of the model's."""
+    with torch.no_grad():
+        for key, tensor in tensors.items():
+            container, _, inner = key.partition(".")
+            entry = getattr(layer, container)[name]
+            (getattr(entry, inner) if inner else entry).copy_(tensor)
+
+
+def _statistics(folder: Path, config: LucaConfig, rename: Mapping[str, str]) -> Path | ClassStatistics | None:
+    """An expert's statistics: the folder, to be read once a router needs them, unless their classes are renamed."""
+    if not (folder / STATISTICS_NAME).is_file():
+        return None
+    check_size(folder / STATISTICS_NAME)
+    if not rename:
+        return folder
+    found = ClassStatistics.load(folder)
+    return replace(found, classes=tuple(rename.get(name, name) for name in found.classes))
+
+
+def _set_router(tuner: LucaModel, router: dict[str, Any]) -> None:
+    try:
+        tuner.set_router(router["name"], **router["options"])
+    except (TypeError, RuntimeError) as error:  # a stranger's options
+        raise InvalidExpertError(f"the collection's router {router} cannot be set: {error}") from error
+
+
+def _renamed(expert: str, classes: list[str], rename: Mapping[str, str]) -> list[str]:
+    unknown = sorted(set(rename) - set(classes))
+    if unknown:
+        raise ValueError(f"rename names the classes {unknown}, but expert {expert!r} has {_listed(classes)}.")
+    return check_classes([rename.get(name, name) for name in classes])
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = list(names)
+    return ", ".join(map(repr, first[:10])) + (f" and {len(first) - 10} more" if len(first) > 10 else "")

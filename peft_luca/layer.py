@@ -120,6 +120,14 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
+    def adopt(self, adapter_name: str, other: LucaLayer) -> None:
+        """Take over an expert of another layer as it is, and leave this layer's own experts alone."""
+        for container in (*self.adapter_layer_names, *self.other_param_names):
+            if adapter_name in getattr(other, container):
+                getattr(self, container)[adapter_name] = getattr(other, container)[adapter_name]
+        self.configs[adapter_name] = other.configs[adapter_name]
+        self._class_index = self._statistics_routing = None
+
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
         self.configs.pop(adapter_name, None)

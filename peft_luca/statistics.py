@@ -145,7 +145,9 @@ class ClassStatistics:
         """Write `statistics.safetensors` into a folder, whole or not at all."""
         target = Path(directory) / STATISTICS_NAME
         temporary = target.with_name(f".{STATISTICS_NAME}.{os.getpid()}")
-        metadata = {"format": str(STATISTICS_FORMAT), "classes": json.dumps(self.classes, ensure_ascii=False)}
+        # One entry alone: safetensors writes several in an order that differs from one time to the next.
+        about = {"format": STATISTICS_FORMAT, "classes": self.classes}
+        metadata = {"statistics": json.dumps(about, ensure_ascii=False)}
         try:
             save_file({k: v.contiguous() for k, v in self._tensors().items()}, temporary, metadata)
             with open(temporary, "rb") as content:
@@ -165,13 +167,11 @@ class ClassStatistics:
         path = Path(directory) / STATISTICS_NAME
         try:
             with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
+                about = json.loads((file.metadata() or {})["statistics"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
-            if metadata.get("format") != str(STATISTICS_FORMAT):
-                raise ValueError(
-                    f"its format is {metadata.get('format')!r}, and this version reads {STATISTICS_FORMAT}"
-                )
-            classes = tuple(json.loads(metadata["classes"]))
+            if about["format"] != STATISTICS_FORMAT:
+                raise ValueError(f"its format is {about['format']!r}, and this version reads {STATISTICS_FORMAT}")
+            classes = tuple(about["classes"])
             rows, factors = tensors["factor_rows"], tensors["factors"]
             k, d = tensors["means"].shape
             right = (

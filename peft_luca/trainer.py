@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import EvalPrediction, ProgressCallback, Trainer, set_seed
-from transformers.trainer_utils import TrainOutput, has_length, seed_worker
+from transformers.trainer_utils import HubStrategy, TrainOutput, has_length, seed_worker
 from transformers.utils import logging
 
 from .cache import writing
@@ -41,10 +42,20 @@ from .features import (
     features_key,
     image_size,
 )
-from .hub import MANIFEST_NAME, load_experts, save_experts, tuner_of, write_json
+from .hub import (
+    CARD_NAME,
+    MANIFEST_NAME,
+    RESULTS_NAME,
+    load_experts,
+    push_experts,
+    save_experts,
+    tuner_of,
+    write_json,
+)
 from .learning import EpochBatches, EpochLoader, FeatureHead
 from .metrics import forgetting, summarize
 from .model import LucaModel, check_expert_name, find_head
+from .model_card import make_card
 from .sparsity import luca_parameters, soft_threshold
 from .streams import DatasetLike, Task, TaskStream
 from .training_args import CONFIG_RECIPES, ContinualTrainingArguments
@@ -52,7 +63,6 @@ from .training_args import CONFIG_RECIPES, ContinualTrainingArguments
 
 logger = logging.get_logger(__name__)
 
-RESULTS_NAME = "results.json"
 RESULTS_FORMAT = 1
 # What makes a run's experts what they are. A run goes on only under the same values.
 SETTINGS = (
@@ -147,6 +157,7 @@ class ContinualTrainer(Trainer):
         self._steps_before = 0
         self._loss_parts: dict[str, Tensor] = {}
         self._loss_batches = 0
+        self._push: Future[Any] | None = None  # to the Hub, in the background
 
     # ---- the stream ----------------------------------------------------------------------------------------------
 
@@ -181,6 +192,8 @@ class ContinualTrainer(Trainer):
             )
         self._go_on(refuse=resume_from_checkpoint is False)
         outputs = [self.train_task(task) for task in list(self.stream) if task.name not in self._learnt]
+        if self.args.push_to_hub and outputs:
+            self.push_to_hub()
         steps = sum(output.global_step for output in outputs)
         loss = sum(output.training_loss * output.global_step for output in outputs) / max(steps, 1)
         return TrainOutput(steps, loss, self._figures())
@@ -588,6 +601,7 @@ class ContinualTrainer(Trainer):
                 self._records.pop()  # learnt is what is on the disk
                 raise
         self._follow_labels()
+        self._push_what_is_learnt()
         self._say(_task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes)))
         self.log({f"stage_{name}": value for name, value in figures.items() if isinstance(value, float)})
 
@@ -739,6 +753,98 @@ class ContinualTrainer(Trainer):
                 if re.fullmatch(rf"\.({names})\.\w{{8}}", path.name):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             tempfile.TemporaryFile(dir=folder).close()
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Push all experts as a collection, with `results.json`, the image processor and the card, to `args.hub_model_id`
+        (by default a repository called as the output folder); see [`push_experts`].
+
+        Args:
+            commit_message (`str`, *optional*, defaults to `"End of training"`): Of the one commit.
+            blocking (`bool`, *optional*, defaults to `True`): Wait for the upload.
+            token (`str`, *optional*): Hub token; `args.hub_token` by default.
+            revision (`str`, *optional*): Branch; `args.hub_revision` by default.
+            private (`bool`, *optional*): Of a new repository; `args.hub_private_repo` by default.
+            kwargs: `base_model`, `license` and `datasets` of the card.
+
+        Returns:
+            [`~huggingface_hub.CommitInfo`], or a future of it. `None` on all processes but the first.
+        """
+        tuner_of(self.model)  # says so when nothing has been learnt
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        if not self.is_world_process_zero():
+            return None
+        if self._push is not None:
+            self._push.exception()  # wait; this push carries all that an earlier one did
+        return push_experts(
+            self.model,
+            str(self.hub_model_id),
+            private=self.args.hub_private_repo if private is None else private,
+            revision=revision or self.args.hub_revision,
+            token=token or self.args.hub_token,
+            commit_message=commit_message,
+            results=self.results() if self._records else None,
+            processing_class=self.processing_class,
+            blocking=blocking,
+            **kwargs,
+        )
+
+    def create_model_card(  # type: ignore[override]
+        self,
+        license: str | None = None,
+        datasets: str | list[str] | None = None,
+        base_model: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Write the collection's card into the output folder. `push_to_hub` makes its own.
+
+        Args:
+            license (`str`, *optional*): Licence of the experts.
+            datasets (`str` or `list[str]`, *optional*): Hub ids of what they were trained on.
+            base_model (`str`, *optional*): Hub id of the backbone.
+            kwargs: Other arguments of [`~transformers.Trainer.create_model_card`], which this card has no place for.
+        """
+        if self.is_world_process_zero():
+            name = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+            card = make_card(
+                self.tuner,
+                list(self.tuner.experts),
+                name,
+                single=False,
+                base_model=base_model,
+                license=license,
+                datasets=datasets,
+                results=self.results() if self._records else None,
+            )
+            (Path(self.args.output_dir) / CARD_NAME).write_text(card, encoding="utf-8")
+
+    def _push_what_is_learnt(self) -> None:
+        """Push in the background, unless an earlier push is still under way: the next one carries this task too."""
+        if not self.args.push_to_hub or self.args.hub_strategy != HubStrategy.EVERY_SAVE:
+            return
+        if self._push is not None and not self._push.done():
+            return
+        error = None if self._push is None else self._push.exception()
+        try:
+            self._push = self.push_to_hub(f"{self._records[-1]['name']} learnt", blocking=False)
+        except Exception as failure:  # whatever the network does, the run goes on
+            error = failure
+        if error is not None:
+            logger.warning(f"Pushing to the Hub failed, and is tried again after the next task: {error!r}")
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Checkpoints within a task hold pickled state, and stay here."""
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # A collection of experts: safetensors and JSON only, no pickled arguments as Trainer writes them.

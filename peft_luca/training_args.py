@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.trainer_utils import SchedulerType
+from transformers.trainer_utils import HubStrategy, SchedulerType
 
 from .cache import STORAGE
 from .closed_form import StatisticsRouter
@@ -89,6 +89,9 @@ class ContinualTrainingArguments(TrainingArguments):
             How [CLS] is stored: `"float32"`, `"float16"` or `"bfloat16"`.
         on_bad_image (`str`, *optional*, defaults to `"raise"`):
             An image that cannot be read stops the run (`"raise"`), or is left out and counted (`"skip"`).
+        push_to_hub (`bool`, *optional*, defaults to `False`):
+            Push the experts to the Hub as a collection: with `hub_strategy="every_save"`, the default, in the
+            background when a task is learnt, and at the end of `train`; with `"end"` only there.
         router (`str`, *optional*, defaults to `"entropy"`):
             Who answers each image once tasks are learnt; see [`LucaModel.set_router`].
         routing_scope (`str`, *optional*, defaults to `"sample"`):
@@ -175,6 +178,11 @@ class ContinualTrainingArguments(TrainingArguments):
             raise ValueError(
                 "load_best_model_at_end would load the weights of PEFT's 'default' adapter into a task's expert. "
                 "Leave it off: every expert is saved when its task ends."
+            )
+        if self.push_to_hub and self.hub_strategy not in (HubStrategy.EVERY_SAVE, HubStrategy.END):
+            raise ValueError(
+                f"hub_strategy is {HubStrategy(self.hub_strategy).value!r}, but checkpoints hold pickled state and "
+                "are not pushed. Use 'every_save', which pushes each expert when it is learnt, or 'end'."
             )
         router = get_router(self.router)
         if isinstance(router, Oracle):

@@ -1,6 +1,7 @@
 """Class statistics: what they sum to, what they keep, and the classifiers made of them, against plain float64."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -120,13 +121,14 @@ def test_refuses_a_file_that_does_not_fit_together(tmp_path, name):
     x, y = images()
     ClassStatistics.collect(x, y, NAMES, rank=4).save(tmp_path)
     tensors = load_file(tmp_path / STATISTICS_NAME)
-    metadata = {"format": "1", "classes": '["ant", "bee", "cat", "dog", "eel"]'}
+    about = {"format": 1, "classes": ["ant", "bee", "cat", "dog", "eel"]}
+    metadata = {"statistics": json.dumps(about)}
     for broken in (tensors[name][:-1], torch.full_like(tensors[name].double(), math.nan), None):
         changed = {**tensors, name: broken} if broken is not None else {k: v for k, v in tensors.items() if k != name}
         save_file(changed, tmp_path / STATISTICS_NAME, metadata)
         with pytest.raises(ValueError, match="does not hold the statistics"):
             ClassStatistics.load(tmp_path)
-    save_file(tensors, tmp_path / STATISTICS_NAME, {**metadata, "format": "99"})
+    save_file(tensors, tmp_path / STATISTICS_NAME, {"statistics": json.dumps({**about, "format": 99})})
     with pytest.raises(ValueError, match="reads 1"):
         ClassStatistics.load(tmp_path)
 

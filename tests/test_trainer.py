@@ -127,7 +127,7 @@ def test_arguments_from_a_command_line(tmp_path):
         ({"negatives": "all"}, "negatives must be 'own' or 'seen', got 'all'"),
         ({"l1_weight": -1.0}, "l1_weight must be a finite number of at least 0"),
         ({"l1_weight": float("nan")}, "l1_weight must be a finite number of at least 0"),
-        ({"router": "oracle"}, "there is no router called 'oracle'"),
+        ({"router": "guess"}, "there is no router called 'guess'"),
         (
             {"recipe": "paper", "lr_scheduler_type": "linear"},
             "schedule_per_epoch goes with lr_scheduler_type='cosine'",
