@@ -189,10 +189,10 @@ def test_a_bad_manifest_is_refused_in_words(tmp_path, manifest, message):
 def test_an_unknown_router_in_a_manifest_is_refused_before_anything_is_loaded(tmp_path):
     save_experts(make_model(TWO), tmp_path)
     manifest = read_json(tmp_path / "experts.json")
-    manifest["router"] = {"name": "oracle", "options": {}}
+    manifest["router"] = {"name": "guess", "options": {}}
     (tmp_path / "experts.json").write_text(json.dumps(manifest), encoding="utf-8")
     base = make_vit()
-    with pytest.raises(ValueError, match="there is no router called 'oracle'"):
+    with pytest.raises(ValueError, match="there is no router called 'guess'"):
         load_experts(base, tmp_path)
     assert not [name for name, _ in base.named_modules() if "luca" in name]
 
