@@ -44,7 +44,6 @@ from .features import (
 )
 from .hub import (
     CARD_NAME,
-    MANIFEST_NAME,
     RESULTS_NAME,
     load_experts,
     push_experts,
@@ -59,6 +58,7 @@ from .model_card import make_card
 from .sparsity import luca_parameters, soft_threshold
 from .streams import DatasetLike, Task, TaskStream
 from .training_args import CONFIG_RECIPES, ContinualTrainingArguments
+from .untrusted import MANIFEST_NAME
 
 
 logger = logging.get_logger(__name__)
