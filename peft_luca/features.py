@@ -483,9 +483,9 @@ class ImageCollator:
         self.seed = seed
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        if not rows:  # a process's part of a short batch: nothing, in the right shape
+        if not rows:  # a process's part of a short batch: a picture that no loss counts, as a trunk needs at least one
             blank = self.processing_class(images=[Image.new("RGB", (32, 32))], return_tensors="pt")["pixel_values"]
-            return {"pixel_values": blank[:0], "labels": torch.zeros(0, dtype=torch.long)}
+            return {"pixel_values": blank, "labels": torch.tensor([-100])}
         images = [to_rgb(row[self.image_column]) for row in rows]
         sized = {}
         if self.augmentation:

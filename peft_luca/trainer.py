@@ -387,7 +387,7 @@ class ContinualTrainer(Trainer):
         if shared:
             # Gradients are averaged over the processes, whose parts of a short batch may differ: with this the mean
             # is the one over the whole batch.
-            in_all = self.accelerator.reduce(torch.tensor(len(labels), device=logits.device))
+            in_all = self.accelerator.reduce((labels != -100).sum())
             cross_entropy = cross_entropy * self.accelerator.num_processes / in_all
         l1 = (self.args.l1_weight or 0.0) * self.tuner.l1_penalty(self._task.name)
         if model.training:
