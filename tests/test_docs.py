@@ -124,14 +124,50 @@ def test_paper_page_has_the_recipes_values():
     assert f"from {peft_luca.config.OWN_RECIPE['scale']:g}" in scale[3]
 
 
+def numbers_in(content):
+    """Every number of a results file, to three places."""
+    if isinstance(content, dict):
+        return set().union(*map(numbers_in, content.values()))
+    if isinstance(content, list):
+        return set().union(*map(numbers_in, content))
+    return {round(content, 3)} if isinstance(content, int | float) else set()
+
+
+def results_of(file, *parts):
+    content = json.loads((ROOT / "examples" / "benchmarks" / "results" / file).read_text(encoding="utf-8"))
+    for part in parts:
+        content = content[part]
+    return content
+
+
 def test_figures_in_the_readme_are_those_of_the_results():
-    """Each row of the README's table of figures names its results file and the summary's entries that it shows."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\|(.+?)\| `(\w+\.json)` \|$", text, re.M)
-    assert rows
+    """Each row of the README's table names its results file."""
+    rows = re.findall(r"^\|(.+?)\| `(\w+\.json)` \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    assert len(rows) == 3
     for cells, file in rows:
-        summary = json.loads((ROOT / "examples" / "benchmarks" / "results" / file).read_text())["summary"]
-        shown = [float(value) for value in re.findall(r"\d\.\d{3}", cells)]
-        known = {round(entry["mean"], 3) for entry in summary.values()}
-        assert shown
-        assert set(shown) <= known, f"{file}: {set(shown) - known}"
+        entropy, gaussian, *baselines, known = [cell.strip(" *") for cell in cells.split("|")[2:]]
+        summary, measured = results_of(file, "summary"), results_of(file, "baselines_last_accuracy")
+        assert float(entropy) == round(summary["entropy"]["last_accuracy"]["mean"], 3)
+        assert float(gaussian) == round(summary["gaussian"]["last_accuracy"]["mean"], 3)
+        assert float(known) == round(summary["entropy"]["task_known_accuracy"]["mean"], 3)
+        for name, cell in zip(("SimpleCIL", "LDA", "RanPAC 10,000"), baselines, strict=True):
+            assert not cell or float(cell) == round(measured[f"{name}, unit features"]["mean"], 3)
+
+
+def test_figures_in_the_readmes_text_are_those_of_the_results():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    paper, own = re.search(r"recipe reaches (\S+) on emoji where the own reaches (\S+) ", text).groups()
+    assert float(paper) == round(results_of("entropy_emoji.json", "summary", "paper last_accuracy", "mean"), 3)
+    assert float(own) == round(results_of("entropy_emoji.json", "summary", "own last_accuracy", "mean"), 3)
+    share = re.search(r"takes (\S+) % of a ViT-B/16's time", text).group(1)
+    measured = results_of("routing_cost.json", "summary", "routing as a share of the backbone's time", "mean")
+    assert float(share) == round(100 * measured, 2)
+
+
+def test_figures_of_the_routing_page_are_in_its_results():
+    text = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8")
+    known = set().union(*(numbers_in(results_of(f"routing_{s}.json")) for s in ("digits", "emoji_14", "emoji_29")))
+    table = text.split("## Figures")[1].split("## Statistics")[0]
+    shown = {float(number) for number in re.findall(r"\b[01]\.\d{3}\b", table)}
+    assert len(shown) > 50
+    assert shown <= known
