@@ -42,7 +42,7 @@ from .model_card import (
     expert_figures,
     make_card,
 )
-from .routing import get_router, router_name
+from .routing import Oracle, get_router, router_name
 from .statistics import STATISTICS_NAME, ClassStatistics
 from .untrusted import (
     MANIFEST_FORMAT,
@@ -554,8 +554,9 @@ def _load(
         config.allow_mismatch = allow_mismatch
         config.classes = _renamed(name, config.classes or [], rename.get(name, {}))
         check_expert_name(name, model)
-    if router is not None:
-        get_router(router["name"])  # says so when there is none, before anything is loaded
+    if router is not None and isinstance(get_router(router["name"]), Oracle):
+        # get_router says so where there is none: all before anything is loaded
+        raise InvalidExpertError("the collection's router is 'oracle', which no model can have without being told.")
     loaded: PeftModel | None = model if isinstance(model, PeftModel) else None
     heads: dict[str, Head] = {}  # looked for once, where a thousand experts say the same of it
     added: list[str] = []

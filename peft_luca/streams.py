@@ -4,7 +4,10 @@ A class is known by its name everywhere. The labels of a task's datasets are glo
 in the order in which the names first appeared in the stream.
 """
 
+import atexit
 import re
+import shutil
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +23,9 @@ from datasets import ClassLabel, Dataset, DatasetDict, Image, IterableDataset, I
 
 
 Indices: TypeAlias = npt.NDArray[np.int64]
-DatasetLike: TypeAlias = Dataset | DatasetDict | tuple[Dataset, Dataset | None] | str | Path
+DatasetLike: TypeAlias = (
+    Dataset | DatasetDict | IterableDataset | IterableDatasetDict | tuple[Dataset, Dataset | None] | str | Path
+)
 
 LABELS = "labels"
 _TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -59,7 +64,8 @@ class TaskStream:
 
     Labels may be a `ClassLabel`, strings (sorted by name) or non-negative integers (sorted by value, named
     `str(label)`). Train and test are matched by name, so their `ClassLabel`s may number the classes differently. Names
-    that a `ClassLabel` declares but no train image has are left out.
+    that a `ClassLabel` declares but no train image has are left out. A streaming dataset, which need have no length,
+    is read once into a file that goes with the process: what a task's classes are has to be known before it is learnt.
 
     Args:
         label_column (`str`):
@@ -214,7 +220,7 @@ class TaskStream:
         Returns:
             `TaskStream`: The tasks under their names, or `task_0`, `task_1`, ...
         """
-        if isinstance(tasks, Dataset | DatasetDict | str):
+        if isinstance(tasks, Dataset | DatasetDict | IterableDataset | IterableDatasetDict | str):
             raise ValueError(
                 f"from_tasks needs a list or a dict of datasets, found one {type(tasks).__name__}; to split it into "
                 "tasks use TaskStream.from_dataset, to make it the only task put it in a list"
@@ -370,7 +376,7 @@ def _splits(
 ) -> tuple[Dataset, Dataset | None]:
     if isinstance(dataset, str | Path):
         dataset = load_dataset(str(dataset))
-    if isinstance(dataset, DatasetDict):
+    if isinstance(dataset, DatasetDict | IterableDatasetDict):
         if test_split is None:
             test_split = next((s for s in ("test", "validation") if s in dataset and s != train_split), None)
         for split in (train_split, test_split):
@@ -383,12 +389,8 @@ def _splits(
         train, test = dataset
     else:
         train, test = dataset, None
+    train, test = _on_disk(train), _on_disk(test)
     for part in (train,) if test is None else (train, test):
-        if isinstance(part, IterableDataset | IterableDatasetDict):
-            raise TypeError(
-                f"found a streaming dataset ({type(part).__name__}); a task's classes and images must be known before "
-                "it is trained, so load the dataset without streaming=True"
-            )
         if not isinstance(part, Dataset):
             raise TypeError(
                 f"found a {type(part).__name__}; needed a datasets.Dataset, a DatasetDict, a pair (train, test), or "
@@ -400,6 +402,23 @@ def _splits(
                 "reset_format() on it and leave transforming the images to the trainer"
             )
     return train, test
+
+
+def _on_disk(dataset: Any) -> Any:
+    """A streaming dataset read once, to its end, into a file that goes with the process; anything else as it is."""
+    if not isinstance(dataset, IterableDataset):
+        return dataset
+    features = dataset.features
+    for name, feature in (features or {}).items():
+        if isinstance(feature, Image):  # as it is encoded: decoded and encoded again it would not be the same
+            dataset = dataset.cast_column(name, Image(decode=False))
+    if next(iter(dataset), None) is None:
+        return Dataset.from_dict({name: [] for name in features or ()}, features=features)
+    folder = tempfile.mkdtemp(prefix="peft_luca_stream_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    rows = dataset
+    encoded = Dataset.from_generator(lambda: iter(rows), features=rows.features, cache_dir=folder)
+    return encoded if features is None else encoded.cast(features)
 
 
 def _only_image_column(dataset: Dataset) -> str:

@@ -186,13 +186,16 @@ def test_a_bad_manifest_is_refused_in_words(tmp_path, manifest, message):
     assert not [name for name, _ in base.named_modules() if "luca" in name]
 
 
-def test_an_unknown_router_in_a_manifest_is_refused_before_anything_is_loaded(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "match"), [("guess", "there is no router called 'guess'"), ("oracle", "router is 'oracle'")]
+)
+def test_an_unknown_router_in_a_manifest_is_refused_before_anything_is_loaded(tmp_path, name, match):
     save_experts(make_model(TWO), tmp_path)
     manifest = read_json(tmp_path / "experts.json")
-    manifest["router"] = {"name": "guess", "options": {}}
+    manifest["router"] = {"name": name, "options": {}}
     (tmp_path / "experts.json").write_text(json.dumps(manifest), encoding="utf-8")
     base = make_vit()
-    with pytest.raises(ValueError, match="there is no router called 'guess'"):
+    with pytest.raises(ValueError, match=match):
         load_experts(base, tmp_path)
     assert not [name for name, _ in base.named_modules() if "luca" in name]
 

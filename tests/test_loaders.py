@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import NAMES, assert_same, expert_tensors, make_images, make_splits, make_stream, make_trainer
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from peft_luca import TaskStream
 from peft_luca.learning import EpochBatches
@@ -81,3 +81,18 @@ def test_every_process_takes_its_part_of_the_same_batches():
     assert first != second
     batches.set_epoch(0)
     assert list(batches) == first
+
+
+def test_a_streaming_dataset_trains_and_evaluates_as_the_same_rows_do(tmp_path):
+    splits = make_splits(NAMES[:4])
+    rows = {name: Dataset.to_iterable_dataset(split) for name, split in splits.items()}
+    streamed = IterableDatasetDict({name: split.filter(lambda _: True) for name, split in rows.items()})
+    results = []
+    for name, dataset in (("whole", splits), ("streamed", streamed)):
+        trainer = learn(tmp_path / name, TaskStream.from_dataset(dataset, increment=2, seed=None))
+        metrics = trainer.evaluate()
+        results.append((experts(trainer), metrics["eval_accuracy_matrix"], trainer.results()["classes"]))
+    (whole, matrix, classes), (other, same_matrix, same_classes) = results
+    assert (matrix, classes) == (same_matrix, same_classes)
+    for name, tensors in whole.items():
+        assert_same(other[name], tensors)

@@ -411,8 +411,6 @@ def test_a_missing_image_is_said_by_its_row():
 @pytest.mark.parametrize(
     ("dataset", "match"),
     [
-        (images(["a"]).to_iterable_dataset(), "streaming dataset .*without streaming=True"),
-        (datasets.IterableDatasetDict(train=images(["a"]).to_iterable_dataset()), "streaming dataset"),
         ([{"image": 0, "label": 0}], "found a list; needed a datasets.Dataset"),
         ((None, images(["a"])), "found a NoneType"),
         (None, "found a NoneType"),
@@ -421,3 +419,45 @@ def test_a_missing_image_is_said_by_its_row():
 def test_what_is_no_dataset_is_a_type_error(dataset, match):
     with pytest.raises(TypeError, match=match):
         TaskStream.from_dataset(dataset)
+
+
+def streamed(dataset):
+    """The same rows from a generator that does not say how many they are."""
+
+    def rows():
+        yield from dataset.cast_column("image", Image(decode=False))
+
+    return datasets.IterableDataset.from_generator(rows, features=dataset.features)
+
+
+def test_a_streaming_dataset_is_what_it_is_once_read():
+    train, test = named("abcd", 0, 3, 1, 2, 0, 3), named("abcd", 1, 0)
+    whole = TaskStream.from_dataset((train, test), increment=2)
+    both = datasets.IterableDatasetDict(train=streamed(train), test=streamed(test))
+    for dataset in ((streamed(train), streamed(test)), both):
+        stream = TaskStream.from_dataset(dataset, increment=2)
+        assert stream.classes == whole.classes
+        for task, expected in zip(stream, whole, strict=True):
+            assert (task.name, task.classes) == (expected.name, expected.classes)
+            assert task.train["labels"] == expected.train["labels"]
+            assert paths(task.train) == paths(expected.train)
+            assert (task.test is None) == (expected.test is None)
+
+
+def test_a_streaming_task_can_be_appended_and_says_what_is_wrong_with_it():
+    stream = TaskStream.from_tasks([streamed(named("ab", 0, 1))])
+    stream.append(streamed(named("bc", 1)), "more")
+    assert stream.classes == ("a", "b", "c")
+    with pytest.raises(ValueError, match="the train images of task 'none' are none"):
+        stream.append(streamed(named("ab")), "none")
+    with pytest.raises(ValueError, match="found one IterableDataset"):
+        TaskStream.from_tasks(streamed(named("ab", 0)))
+
+
+def test_a_streaming_dataset_without_features_is_read_too():
+    pixels = [PilImage.new("RGB", (4, 4), color) for color in ("red", "blue")]
+    stream = TaskStream.from_dataset(
+        datasets.IterableDataset.from_generator(lambda: ({"image": p, "label": i} for i, p in enumerate(pixels))),
+        image_column="image",
+    )
+    assert [row["image"].getpixel((0, 0)) for row in stream[0].train] == [(255, 0, 0), (0, 0, 255)]
