@@ -395,9 +395,13 @@ class LucaModel(BaseTuner):
             rank, random_features: See [`~peft_luca.statistics.ClassStatistics.collect`].
         """
         layer = self.layer
-        x = layer.unit_features(features.double().to(layer.class_index.device), adapter_name).cpu()
+        device = layer.class_index.device
+
+        def prepare(z: Tensor) -> Tensor:
+            return layer.unit_features(z.to(device), adapter_name).cpu()
+
         classes = self.experts[adapter_name]
-        statistics = ClassStatistics.collect(x, labels.cpu(), classes, rank, random_features)
+        statistics = ClassStatistics.collect(features.cpu(), labels.cpu(), classes, rank, random_features, prepare)
         layer.statistics[adapter_name] = statistics
         layer._statistics_routing = None
         return statistics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,12 +68,13 @@ class ClassStatistics:
         classes: Sequence[str],
         rank: int | None = DEFAULT_RANK,
         random_features: int = 0,
+        prepare: Callable[[Tensor], Tensor] | None = None,
     ) -> ClassStatistics:
         """
         Statistics of the images of one task.
 
         Args:
-            features (`torch.Tensor` of shape `(images, d)`): From [`unit_features`].
+            features (`torch.Tensor` of shape `(images, d)`): From [`unit_features`], unless `prepare` is given.
             labels (`torch.Tensor` of shape `(images,)`): Positions in `classes`.
             classes (`Sequence[str]`): Names of the classes.
             rank (`int`, *optional*, defaults to `64`):
@@ -81,6 +82,9 @@ class ClassStatistics:
                 is kept exactly either way.
             random_features (`int`, *optional*, defaults to `0`):
                 M, for the `ridge` router: the Gram matrix takes 4·M² bytes (400 MB for 10,000) in every expert.
+            prepare (function, *optional*):
+                What makes unit features of `features`, in float64, a class or a block at a time: all of them at once
+                may be more than fits into memory.
 
         Raises:
             ValueError: a class has no image, or a number is not finite.
@@ -93,14 +97,20 @@ class ClassStatistics:
             )
         if rank is not None and rank < 0:
             raise ValueError(f"rank must be at least 0, or None for the full scatter, got {rank}.")
-        if not features.isfinite().all():
-            raise ValueError("statistics need finite features, but some are infinite or not a number.")
+
+        def take(rows: Tensor) -> Tensor:
+            x = rows.double().cpu()
+            x = x if prepare is None else prepare(x)
+            if not x.isfinite().all():
+                raise ValueError("statistics need finite features, but some are infinite or not a number.")
+            return x
+
         d = features.shape[1]
         means = torch.zeros(len(classes), d, dtype=torch.float64)
         remainder, errors = torch.zeros(len(classes), d, dtype=torch.float64), torch.zeros(len(classes)).double()
         factors = []
         for k in range(len(classes)):
-            x = features[labels == k].double().cpu()
+            x = take(features[labels == k])
             means[k] = x.mean(dim=0)
             factor, remainder[k], errors[k] = _factorise(x - means[k], rank)
             factors.append(factor)
@@ -109,8 +119,8 @@ class ClassStatistics:
             directions = projection(d, random_features)
             gram = torch.zeros(random_features, random_features, dtype=torch.float64)
             sums = torch.zeros(len(classes), random_features, dtype=torch.float64)
-            for x, y in zip(features.cpu().split(BLOCK), labels.cpu().split(BLOCK), strict=True):
-                h = torch.relu(x.double() @ directions)
+            for rows, y in zip(features.split(BLOCK), labels.cpu().split(BLOCK), strict=True):
+                h = torch.relu(take(rows) @ directions)
                 gram.addmm_(h.T, h)
                 sums.index_add_(0, y, h)
             gram = gram.float()

@@ -5,8 +5,7 @@ What it takes in memory to learn from as many images as ImageNet has: 1.3 millio
 
 They are written as the cache writes them; an expert of 1,000 classes learns from them by ContinualTrainer, over rows
 in random order, and takes its class means. Reported is anonymous memory (RssAnon), at its highest, beyond what the
-process had with the model loaded; pages of the file itself (RssFile) can be taken back at any time. The routers'
-statistics are left out: they are collected in float64 over all of a task's features at once. Writes
+process had with the model loaded; pages of the file itself (RssFile) can be taken back at any time. Writes
 results/memory.json.
 """
 
@@ -69,7 +68,7 @@ def main() -> None:
             model,
             ContinualTrainingArguments(
                 folder, max_steps=args.steps, logging_steps=500, logging_strategy="steps", report_to="none",
-                disable_tqdm=True, use_cpu=True, statistics=False,
+                disable_tqdm=True, use_cpu=True,
             ),
             stream,
             LucaConfig(init_rows="random", reference=False),
