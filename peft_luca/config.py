@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,8 @@ from peft import PeftConfig
 from peft.utils import PeftType
 
 
+# Names of experts, and so of tasks: adapters of PEFT, modules of torch, folders on any disk.
+NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 ARRANGEMENTS = ("adapter_calibrator", "calibrator_adapter", "parallel", "adapter", "calibrator")
 NORM_POSITIONS = ("after_residual", "before_residual")
 HEADS = ("cosine", "linear")
@@ -123,7 +126,11 @@ class LucaConfig(PeftConfig):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-        if self.scale is not None and not 0.0 < float(self.scale) < float("inf"):
+        for name in ("positive_scale", "reference"):
+            if not isinstance(getattr(self, name), (bool, type(None))):
+                raise ValueError(f"{name} must be True, False or None, got {getattr(self, name)!r}.")
+        number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
+        if self.scale is not None and not (number and 0.0 < self.scale < 3.4e38):  # σ is a float32
             raise ValueError(f"scale must be a finite number above 0, got {self.scale!r}.")
         if self.classes is not None:
             self.classes = check_classes(self.classes)
@@ -185,6 +192,8 @@ def check_classes(classes: Any) -> list[str]:
     """The class names as a list, checked: not empty, all different, all strings with something in them."""
     if isinstance(classes, str):
         raise ValueError(f"classes must be a list of class names, got the string {classes!r}.")
+    if isinstance(classes, (set, frozenset)):
+        raise ValueError(f"classes must be in an order, that of the expert's rows, but a set has none: {classes!r}.")
     names = list(classes)
     if not names:
         raise ValueError("classes is empty, but an expert needs at least one class.")

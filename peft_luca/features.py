@@ -237,9 +237,7 @@ def default_cache_dir() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "peft_luca"
 
 
-def features_key(
-    backbone: BackboneFacts, collator: ImageCollator, images: str, dtype: str = "float32", **more: Any
-) -> str:
+def features_key(backbone: BackboneFacts, collator: ImageCollator, images: str, dtype: str = "float32") -> str:
     """
     The name under which [CLS] of images is kept: a digest of everything that its numbers depend on, so that a file
     which is found is never stale. How many images pass at a time is not among it: that moves [CLS] by rounding only.
@@ -249,7 +247,6 @@ def features_key(
         collator ([`ImageCollator`]): The image processor with its settings, the augmentation, its view and seed.
         images (`str`): [`digest_images`].
         dtype (`str`, *optional*, defaults to `"float32"`): How [CLS] is stored.
-        more: Anything else that can be written as JSON.
     """
     processor = collator.processing_class
     settings = processor.to_dict() if hasattr(processor, "to_dict") else None
@@ -264,7 +261,6 @@ def features_key(
         "augmentation": [collator.augmentation, collator.view, collator.seed if collator.augmentation else None],
         "images": images,
         "dtype": dtype,
-        **more,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:40]
 
@@ -394,17 +390,15 @@ def extract_features(
         if partial is not None:
             partial.finish()
     process.wait_for_everyone()
-    features = FeatureDataset.from_file(path, _labels(dataset, collator))
+    features = FeatureDataset.from_file(path, _labels(dataset))
     if features.skipped and on_bad_image == "raise":
         row, image = _EncodedImages(dataset, collator.image_column)[features.skipped[0]]
         raise ValueError(_cannot_read(row, image["path"], "an earlier run has skipped it"))
     return features
 
 
-def _labels(dataset: Any, collator: ImageCollator) -> Tensor:
-    labels = dataset.select_columns(["labels"]).with_format("arrow")[:]["labels"].to_numpy()
-    ids = collator.label_ids
-    return torch.tensor(labels if ids is None else [ids[label] for label in labels.tolist()])
+def _labels(dataset: Any) -> Tensor:
+    return torch.tensor(dataset.select_columns(["labels"]).with_format("arrow")[:]["labels"].to_numpy())
 
 
 def _cannot_read(row: int, file: str | None, reason: str) -> str:

@@ -29,10 +29,11 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from .cache import write_whole
 from .closed_form import StatisticsRouter
-from .config import LucaConfig, check_classes
+from .config import NAME_RULE, LucaConfig, check_classes
 from .layer import LucaLayer
-from .model import NAME_RULE, Head, LucaModel, check_backbone, check_expert_name, find_head
+from .model import Head, LucaModel, check_backbone, check_expert_name, find_head
 from .model_card import (
     PICTURE_NAME,
     TAGS,
@@ -65,17 +66,9 @@ RESULTS_NAME = "results.json"
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with write_whole(path) as temporary:
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        temporary.write_text(f"{text}\n", encoding="utf-8")
 
 
 def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str], *, statistics: bool = True) -> None:

@@ -156,7 +156,8 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         config = self.configs[adapter_name]
         if config.head == "linear":
             return not bool(self.luca_class_bias[adapter_name].any())
-        return self.luca_scale[adapter_name].item() == config.scale
+        scale = self.luca_scale[adapter_name].detach()
+        return bool(scale == torch.tensor(config.scale, dtype=scale.dtype))
 
     def expected_keys(self, adapter_name: str) -> set[str]:
         """Names, relative to the layer, of every tensor that belongs to an expert."""
@@ -415,11 +416,18 @@ class LucaLayer(nn.Module, BaseTunerLayer):
 
     # ---- training ------------------------------------------------------------------------------------------------
 
+    def luca_parameters(self, adapter_name: str) -> dict[str, nn.Parameter]:
+        """The parameters of an expert's LuCA module, by their names within the layer."""
+        return {
+            f"{container}.{name}": parameter
+            for container in self.module_names
+            if adapter_name in getattr(self, container)
+            for name, parameter in getattr(self, container)[adapter_name].named_parameters()
+        }
+
     def l1_penalty(self, adapter_name: str) -> Tensor:
         """Σ|θ| over the expert's LuCA parameters, a scalar: the sum, and neither the rows nor σ (paper, §3)."""
-        containers = [getattr(self, name) for name in self.module_names]
-        modules = [container[adapter_name] for container in containers if adapter_name in container]
-        return torch.stack([p.abs().sum() for module in modules for p in module.parameters()]).sum()
+        return torch.stack([p.abs().sum() for p in self.luca_parameters(adapter_name).values()]).sum()
 
     @torch.no_grad()
     def set_rows_to_class_means(
@@ -451,7 +459,8 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         for z, label in zip(features.split(4096), labels.split(4096), strict=True):
             z = z.to(rows.device)
             vectors = self.luca(z, adapter_name) if adapted else self.standardise(z, adapter_name)
-            sums.index_add_(0, label, vectors.double())
+            # Not index_add_, whose sums on an accelerator run in another order each time.
+            sums += F.one_hot(label, len(rows)).to(vectors.device, torch.float64).T @ vectors.double()
         rows.copy_(sums / counts[:, None])
 
 

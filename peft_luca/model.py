@@ -19,7 +19,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from .closed_form import StatisticsRouter
-from .config import LucaConfig
+from .config import NAME_RULE, LucaConfig
 from .features import BackboneFacts, reference_distance
 from .layer import MERGE_REFUSED, LucaLayer, reading_features
 from .routing import Oracle, Router, RouterOptions, RoutingOutput, get_router
@@ -34,8 +34,6 @@ CLS_UNLESS_POOLED = ("beit", "data2vec-vision")  # the patches' mean when config
 # Largest distance of [CLS] on the reference pictures, in deviations, at which another backbone still counts as the
 # same one: float16 and bfloat16 copies lie below 0.01, other weights above 1 (tests/test_fingerprint.py).
 BACKBONE_TOLERANCE = 0.05
-
-NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
 class LucaModel(BaseTuner):
@@ -139,6 +137,9 @@ class LucaModel(BaseTuner):
         router = (layers[0].router, layers[0].router_options) if layers else (None, {})
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         self.layer.router, self.layer.router_options = router
+        # As train() keeps it: dropout in the trunk would move [CLS], and the reference with it.
+        self.model.eval()
+        self.layer.train(self.training)
         own = {id(parameter) for parameter in self.layer.parameters()}
         for parameter in self.model.parameters():
             if id(parameter) not in own:  # PEFT leaves other adapters in the backbone trainable
@@ -278,11 +279,6 @@ class LucaModel(BaseTuner):
         """The global label space: the class names of all experts in order of first appearance."""
         return self.layer.class_index.classes
 
-    @property
-    def base_labels(self) -> list[str]:
-        """Class names of the base model's own head."""
-        return self._base_outputs.names(self.layer.base_layer)
-
     def set_router(self, router: str | Router | StatisticsRouter | Oracle | None, **options: Any) -> None:
         """
         Ask all experts, and let the router choose who answers each image, by itself: logits are then (batch, C) over
@@ -344,6 +340,11 @@ class LucaModel(BaseTuner):
         with reading_features():
             output = self.model(pixel_values)
         features: Tensor = output if isinstance(output, Tensor) else output.logits
+        if features.shape[-1] != self.layer.width:
+            raise RuntimeError(
+                f"the backbone returned {features.shape[-1]} numbers in place of [CLS], {self.layer.width} wide: it "
+                "was compiled by itself, and its graph cannot stop before the experts. Compile the PeftModel instead."
+            )
         return features
 
     @contextmanager
@@ -469,8 +470,8 @@ class LucaModel(BaseTuner):
         remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
             model, config, adapter_name, state_dict
         )
+        path, layer = find_layer(model)
         try:
-            path, layer = find_layer(model)
             missing = {f"{path}.{key}" for key in layer.expected_keys(adapter_name)} - set(remapped)
             if missing:
                 raise ValueError(
@@ -478,8 +479,9 @@ class LucaModel(BaseTuner):
                     "another configuration: nothing of it was loaded."
                 )
             check_backbone(model, config, adapter_name, state_dict)
+            _check_same_reference(layer, adapter_name, state_dict)
         except ValueError:
-            if isinstance(model, PeftModel):
+            if isinstance(model, PeftModel) and layer.is_untrained(adapter_name):  # made for what is refused
                 tuner: Any = model.base_model
                 tuner.unload() if len(tuner.peft_config) == 1 else tuner.delete_adapter(adapter_name)
             raise
@@ -706,11 +708,8 @@ def check_backbone(model: nn.Module, config: LucaConfig, adapter_name: str, stat
         f"({getattr(base, 'name_or_path', '') or 'unnamed'})"
     )
     remedy = "Load the backbone it was trained on, or set allow_mismatch=True to load it all the same."
-    saved = [
-        next((tensor for key, tensor in state_dict.items() if key.endswith(f"luca_reference_{part}")), None)
-        for part in ("mean", "std")
-    ]
-    if saved[0] is None or saved[1] is None or _is_identity(saved[0], saved[1]):
+    saved = _saved_reference(state_dict)
+    if saved is None:
         raise ValueError(f"{refusal}, and it has no reference to compare [CLS] by. {remedy}")
 
     @torch.no_grad()
@@ -720,7 +719,7 @@ def check_backbone(model: nn.Module, config: LucaConfig, adapter_name: str, stat
         features: Tensor = output if isinstance(output, Tensor) else output.logits
         return features
 
-    distance = reference_distance((saved[0], saved[1]), backbone.reference(read))
+    distance = reference_distance(saved, backbone.reference(read))
     if not distance <= BACKBONE_TOLERANCE:
         raise ValueError(
             f"{refusal}: [CLS] on the reference pictures is {distance:.3g} deviations away, more than "
@@ -731,3 +730,36 @@ def check_backbone(model: nn.Module, config: LucaConfig, adapter_name: str, stat
         "a quantised trunk, so it was loaded.",
         stacklevel=2,
     )
+
+
+def _saved_reference(state_dict: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """The reference in an expert's file; `None` where it was never computed."""
+    found = {
+        part: tensor
+        for part in ("mean", "std")
+        for key, tensor in state_dict.items()
+        if key.endswith(f"luca_reference_{part}")
+    }
+    if len(found) < 2 or _is_identity(found["mean"], found["std"]):
+        return None
+    return found["mean"], found["std"]
+
+
+def _check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
+    """
+    Refuse weights of another backbone for an expert that the model has already: PEFT then never reads their config.
+
+    Raises:
+        ValueError: the reference in the file is another than the expert's.
+    """
+    saved = _saved_reference(state_dict)
+    here = layer.luca_reference_mean[adapter_name], layer.luca_reference_std[adapter_name]
+    if saved is None or here[0].is_meta or _is_identity(*here):
+        return
+    distance = reference_distance(saved, here)
+    if not distance <= BACKBONE_TOLERANCE:
+        raise ValueError(
+            f"these weights for expert {adapter_name!r} come from another backbone: their reference is {distance:.3g} "
+            f"deviations away from the expert's, more than {BACKBONE_TOLERANCE}. Load them under another name, on the "
+            "backbone they were trained on."
+        )

@@ -195,12 +195,7 @@ def escape(text: str) -> str:
 
 def _expert_row(tuner: LucaModel, name: str) -> dict[str, Any]:
     layer, classes = tuner.layer, tuner.experts[name]
-    module = [
-        parameter.detach().flatten()
-        for container in layer.module_names
-        if name in getattr(layer, container)
-        for parameter in getattr(layer, container)[name].parameters()
-    ]
+    module = [parameter.detach().flatten() for parameter in layer.luca_parameters(name).values()]
     others = [
         getattr(layer, container)[name]
         for container in ("luca_class_rows", "luca_class_bias", "luca_scale")

@@ -38,16 +38,6 @@ def soft_threshold(optimizer: Optimizer, parameters: list[nn.Parameter], weight:
             parameter.copy_(parameter.sign() * shrunk)
 
 
-def luca_parameters(layer: LucaLayer, adapter_name: str) -> dict[str, nn.Parameter]:
-    """The parameters of an expert that the ℓ1 penalty runs over, by their names within the layer."""
-    return {
-        f"{container}.{name}": parameter
-        for container in layer.module_names
-        if adapter_name in getattr(layer, container)
-        for name, parameter in getattr(layer, container)[adapter_name].named_parameters()
-    }
-
-
 @torch.no_grad()
 def overlap_report(layer: LucaLayer, tolerance: float = 0.0) -> dict[str, Any]:
     """
@@ -64,7 +54,7 @@ def overlap_report(layer: LucaLayer, tolerance: float = 0.0) -> dict[str, Any]:
         angles between the row spaces of the first weights of their branches: √(r/d) for random ones, 1 for the same).
     """
     experts = list(layer.configs)
-    parameters = [luca_parameters(layer, name) for name in experts]
+    parameters = [layer.luca_parameters(name) for name in experts]
     flat = [torch.cat([p.flatten() for p in found.values()]).double() for found in parameters]
     alive = [vector.abs() > tolerance for vector in flat]
     # Gains of the LayerNorm are near 1 in every expert and would drown the rest.

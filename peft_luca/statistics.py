@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .cache import write_whole
+
 
 STATISTICS_NAME = "statistics.safetensors"
 STATISTICS_FORMAT = 1
@@ -154,17 +156,11 @@ class ClassStatistics:
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write `statistics.safetensors` into a folder, whole or not at all."""
         target = Path(directory) / STATISTICS_NAME
-        temporary = target.with_name(f".{STATISTICS_NAME}.{os.getpid()}")
         # One entry alone: safetensors writes several in an order that differs from one time to the next.
         about = {"format": STATISTICS_FORMAT, "classes": self.classes}
         metadata = {"statistics": json.dumps(about, ensure_ascii=False)}
-        try:
+        with write_whole(target) as temporary:
             save_file({k: v.contiguous() for k, v in self._tensors().items()}, temporary, metadata)
-            with open(temporary, "rb") as content:
-                os.fsync(content.fileno())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> ClassStatistics:

@@ -5,7 +5,6 @@ in the order in which the names first appeared in the stream.
 """
 
 import atexit
-import re
 import shutil
 import tempfile
 import zlib
@@ -21,6 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, DatasetDict, Image, IterableDataset, IterableDatasetDict, Value, load_dataset
 
+from .config import NAME_RULE
+
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 DatasetLike: TypeAlias = (
@@ -28,7 +29,6 @@ DatasetLike: TypeAlias = (
 )
 
 LABELS = "labels"
-_TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 @dataclass(frozen=True)
@@ -317,11 +317,11 @@ class TaskStream:
         taken = {task.name for task in self}
         members: list[tuple[str, ...]] = []
         for name, train_rows, test_rows in groups:
-            if not isinstance(name, str) or _TASK_NAME.fullmatch(name) is None:
+            if not isinstance(name, str) or NAME_RULE.fullmatch(name) is None:
                 raise ValueError(
                     f"a task cannot be named {name!r}: its name becomes an adapter name, so it needs letters, digits, "
-                    "'_' and '-' only, and starts with a letter or digit; rename the domain, or choose names with "
-                    "TaskStream.from_tasks({name: dataset, ...})"
+                    "'_' and '-' only, at most 128, and starts with a letter or digit; rename the domain, or choose "
+                    "names with TaskStream.from_tasks({name: dataset, ...})"
                 )
             if name in taken:
                 raise ValueError(f"there is a task {name!r} already; every task needs a name of its own")

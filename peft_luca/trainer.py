@@ -32,6 +32,7 @@ from transformers.trainer_utils import HubStrategy, TrainOutput, has_length, see
 from transformers.utils import logging
 
 from .cache import writing
+from .closed_form import StatisticsRouter, gather_statistics
 from .config import LucaConfig
 from .features import (
     FeatureDataset,
@@ -55,7 +56,8 @@ from .learning import EpochBatches, EpochLoader, FeatureHead
 from .metrics import forgetting, summarize
 from .model import LucaModel, check_expert_name, find_head
 from .model_card import make_card
-from .sparsity import luca_parameters, soft_threshold
+from .routing import get_router
+from .sparsity import soft_threshold
 from .streams import DatasetLike, Task, TaskStream
 from .training_args import CONFIG_RECIPES, ContinualTrainingArguments
 from .untrusted import MANIFEST_NAME
@@ -68,8 +70,9 @@ RESULTS_FORMAT = 1
 SETTINGS = (
     "recipe learning_rate num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps optim "
     "optim_args lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm label_smoothing_factor "
-    "l1_weight l1_proximal negatives augmentation augmented_views schedule_per_epoch class_mean_rows router seed "
-    "data_seed features_dtype on_bad_image"
+    "l1_weight l1_proximal negatives augmentation augmented_views schedule_per_epoch class_mean_rows router "
+    "routing_scope statistics statistics_rank statistics_random_features seed data_seed features_dtype on_bad_image "
+    "bf16 fp16 adam_beta1 adam_beta2 adam_epsilon dataloader_drop_last train_sampling_strategy"
 ).split()
 
 
@@ -136,6 +139,8 @@ class ContinualTrainer(Trainer):
         template.widths(find_head(model.get_base_model() if isinstance(model, PeftModel) else model, template).width)
         for task in stream:
             _check_task(task, model, args, template)
+        if isinstance(model, PeftModel) and isinstance(get_router(args.router), StatisticsRouter):
+            gather_statistics(tuner_of(model).layer)  # says which of the model's experts have none
         kwargs.setdefault("compute_metrics", _accuracy)
         kwargs.setdefault("data_collator", ImageCollator(processing_class, stream.image_column))
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
@@ -252,6 +257,9 @@ class ContinualTrainer(Trainer):
         except BaseException:
             if task.name not in self._learnt:
                 self._drop_expert(task)
+                for kept in (self._features, self._digests):  # another task may come under the name
+                    kept.pop((task.name, "train"), None)
+                    kept.pop((task.name, "test"), None)
             raise
         return output
 
@@ -444,7 +452,7 @@ class ContinualTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)
         if self.args.l1_proximal and self._task is not None:
-            parameters = list(luca_parameters(self.tuner.layer, self._task.name).values())
+            parameters = list(self.tuner.layer.luca_parameters(self._task.name).values())
             weight = self.args.l1_weight or 0.0
             optimizer.register_step_post_hook(lambda stepped, *_: soft_threshold(stepped, parameters, weight))
         return optimizer
@@ -453,7 +461,8 @@ class ContinualTrainer(Trainer):
         if not self.args.schedule_per_epoch or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         dataset: Any = self.train_dataset
-        batches = math.ceil(len(dataset) / (self.args.train_batch_size * self.args.world_size))
+        batches = len(dataset) / (self.args.train_batch_size * self.args.world_size)
+        batches = math.floor(batches) if self.args.dataloader_drop_last else math.ceil(batches)
         per_epoch = math.ceil(batches / self.args.gradient_accumulation_steps)
         epochs = math.ceil(num_training_steps / per_epoch)
 
@@ -609,7 +618,7 @@ class ContinualTrainer(Trainer):
         """What `_measure_here` returns, computed once for all processes."""
         learnt = {record["name"] for record in records}
         for task in self.stream:
-            if task.name in learnt and task.test is not None:
+            if task.name in learnt and task.name in self.tuner.experts and task.test is not None:
                 self.features(task, "test")  # every process takes its part
         measured = [self._measure_here(records) if self.is_world_process_zero() else None]
         (whole,) = broadcast_object_list(measured)
@@ -737,7 +746,8 @@ class ContinualTrainer(Trainer):
                 "output_dir."
             )
         sources = {record["name"]: folder / record["name"] for record in records if not record.get("deleted")}
-        self.model = self.model_wrapped = load_experts(self.model, sources)
+        if sources:
+            self.model = self.model_wrapped = load_experts(self.model, sources)
         self._records = records
         self._steps_before = sum(record["steps"] for record in records)
         self._set_router()
@@ -750,7 +760,7 @@ class ContinualTrainer(Trainer):
         with writing(folder / RESULTS_NAME):
             folder.mkdir(parents=True, exist_ok=True)
             for path in folder.iterdir():
-                if re.fullmatch(rf"\.({names})\.\w{{8}}", path.name):
+                if re.fullmatch(rf"\.({names})\.(\w{{8}}|writing)", path.name):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             tempfile.TemporaryFile(dir=folder).close()
 

@@ -16,8 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from .config import LucaConfig
-from .model import NAME_RULE
+from .config import NAME_RULE, LucaConfig
 
 
 MANIFEST_NAME = "experts.json"

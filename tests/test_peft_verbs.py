@@ -465,7 +465,6 @@ def test_injecting_a_second_time_keeps_the_router_and_the_base_labels() -> None:
     model = with_experts(**ONE)
     model.set_router("entropy")
     again = get_peft_model(model.get_base_model(), expert_config(SKIES), adapter_name="skies")
-    assert again.base_labels == ["LABEL_0", "LABEL_1"]
     assert labels(again) == [*ANIMALS, *SKIES]
     assert labels(again.unload()) == ["LABEL_0", "LABEL_1"]
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from peft_luca import LucaConfig, LucaLayer
-from peft_luca.sparsity import luca_parameters, overlap_report, soft_threshold
+from peft_luca.sparsity import overlap_report, soft_threshold
 
 
 def layer(*experts):
@@ -60,7 +60,7 @@ def test_report_on_experts():
     report = overlap_report(made)
     assert abs(report["cosine"]) < 0.1
     assert report["subspace_cosine"] == pytest.approx((4 / 32) ** 0.5, abs=0.15)
-    parameters = {name: luca_parameters(made, name) for name in ("one", "two")}
+    parameters = {name: made.luca_parameters(name) for name in ("one", "two")}
     assert sum(p.abs().sum() for p in parameters["one"].values()) == pytest.approx(float(made.l1_penalty("one")))
     with torch.no_grad():
         for mine, theirs in zip(parameters["one"].values(), parameters["two"].values(), strict=True):
