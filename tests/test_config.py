@@ -93,3 +93,18 @@ def test_classes_are_the_experts_own_list():
 def test_without_classes_they_are_the_bases_labels(vit):
     model = make_model({"default": LucaConfig()}, base=vit)
     assert model.experts == {"default": tuple(f"base {i}" for i in range(5))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"classes": {"cat", "dog"}}, "classes must be in an order"),
+        ({"reference": "no"}, "reference must be True, False or None, got 'no'"),
+        ({"positive_scale": 1}, "positive_scale must be True, False or None, got 1"),
+        ({"scale": "20"}, "scale must be a finite number above 0, got '20'"),
+        ({"scale": True}, "scale must be a finite number above 0, got True"),
+    ],
+)
+def test_values_that_only_look_right_are_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        LucaConfig(**changes)

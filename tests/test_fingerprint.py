@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same, expert_tensors, make_dinov2, make_model, make_vit, pixels, trunk_tensors
-from peft import PeftModel
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-from peft_luca import LucaConfig, draw_reference_pictures, load_experts, save_experts
+from peft_luca import LucaConfig, draw_reference_pictures, load_experts, save_expert, save_experts
 from peft_luca.features import fingerprint, reference_distance
 from peft_luca.model import BACKBONE_TOLERANCE
 
@@ -197,3 +197,32 @@ def test_another_dtype_is_told_with_its_distance(tmp_path, make, dtype):
 def test_other_weights_are_far_away():
     first, second = (exact_reference(make_model({"t": ["a"]}, base=make_vit(seed=seed))) for seed in (0, 1))
     assert reference_distance(first, second) > 1.0
+
+
+def test_weights_of_another_backbone_are_refused_for_an_expert_that_is_there(tmp_path):
+    save_expert(trained(make_vit(seed=9)), "t", tmp_path / "t")
+    model = trained(make_vit())
+    before = expert_tensors(model, "t")
+    with pytest.raises(ValueError, match="these weights for expert 't' come from another backbone"):
+        model.load_adapter(str(tmp_path / "t"), "t")
+    assert list(model.experts) == ["t", "u"]
+    assert_same(expert_tensors(model, "t"), before)
+
+
+def test_a_file_that_is_not_whole_leaves_a_trained_expert_alone():
+    model = make_model({"t": ["a", "b"], "u": ["c"]})
+    with torch.no_grad():
+        model.base_model.layer.luca_scale["t"].mul_(1.5)  # as training leaves it
+    before = expert_tensors(model, "t")
+    state = get_peft_model_state_dict(model, adapter_name="t", save_embedding_layers=False)
+    state.pop(next(key for key in state if "class_rows" in key))
+    with pytest.raises(ValueError, match=r"lacks .*luca_class_rows"):
+        set_peft_model_state_dict(model, state, adapter_name="t")
+    assert list(model.experts) == ["t", "u"]
+    assert_same(expert_tensors(model, "t"), before)
+
+
+def test_dropout_in_a_backbone_in_train_mode_does_not_move_cls():
+    base = make_vit().train()
+    model = get_peft_model(base, LucaConfig(classes=["a", "b"]))
+    assert torch.equal(model.pooled_features(pixels()), model.pooled_features(pixels()))

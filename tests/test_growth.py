@@ -98,3 +98,16 @@ def test_a_grown_run_refuses_the_stream_it_began_with(tmp_path, settings):
     small = make_stream(NAMES[:4], names=NAMES[:4])
     with pytest.raises(ValueError, match="holds a run of 3 tasks, but the stream has 2"):
         make_trainer(tmp_path / "out", small, **settings).train_task(small[0])
+
+
+def test_another_task_under_the_name_of_one_that_failed_is_learnt_from_its_own_images(tmp_path):
+    stream = make_stream(names=NAMES[:2], order=NAMES[:2])
+    trainer = make_trainer(tmp_path / "out", stream, features_cache_dir=str(tmp_path / "features"))
+    trainer.train()
+    finish, trainer._finish = trainer._finish, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.train_task(make_splits(NAMES[2:4], train=4), "late")
+    trainer._finish = finish
+    trainer.train_task(make_splits(NAMES[4:6], train=6), "late")
+    assert len(trainer.features(trainer.stream[-1], "train")) == 12
+    assert trainer.tuner.experts["late"] == NAMES[4:6]

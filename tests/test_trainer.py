@@ -764,3 +764,27 @@ def test_the_backbone_is_as_it_was(out):
     trainer = make_trainer(out, model=vit, weight_decay=0.1)
     trainer.train()
     assert_same(trunk_tensors(trainer.model), before)
+
+
+@pytest.mark.parametrize("scale", [0.1, 7.3])
+def test_an_untrained_default_is_taken_off_whatever_its_scale(out, scale):
+    wrapped = get_peft_model(make_vit(), LucaConfig(scale=scale))
+    trainer = make_trainer(out, model=wrapped)
+    trainer.train()
+    assert "default" not in trainer.tuner.experts
+    assert trainer.luca_config.scale == scale
+
+
+@pytest.mark.parametrize("changes", [{"statistics_rank": 3}, {"adam_beta1": 0.5}, {"routing_scope": "batch"}])
+@pytest.mark.filterwarnings("ignore:routing_scope='batch':UserWarning")
+def test_every_setting_that_moves_a_figure_is_the_runs(out, changes):
+    make_trainer(out).train()
+    with pytest.raises(ValueError, match=f"other settings .*{next(iter(changes))}"):
+        make_trainer(out, **changes).train()
+
+
+def test_a_router_that_lacks_the_statistics_of_given_experts_says_so_before_training(out):
+    model = make_model({"old": ["x", "y"]})
+    with pytest.raises(ValueError, match="old"):
+        make_trainer(out, model=model, router="gaussian")
+    assert not out.exists()
