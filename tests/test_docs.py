@@ -124,15 +124,6 @@ def test_paper_page_has_the_recipes_values():
     assert f"from {peft_luca.config.OWN_RECIPE['scale']:g}" in scale[3]
 
 
-def numbers_in(content):
-    """Every number of a results file, to three places."""
-    if isinstance(content, dict):
-        return set().union(*map(numbers_in, content.values()))
-    if isinstance(content, list):
-        return set().union(*map(numbers_in, content))
-    return {round(content, 3)} if isinstance(content, int | float) else set()
-
-
 def results_of(file, *parts):
     content = json.loads((ROOT / "examples" / "benchmarks" / "results" / file).read_text(encoding="utf-8"))
     for part in parts:
@@ -164,10 +155,29 @@ def test_figures_in_the_readmes_text_are_those_of_the_results():
     assert float(share) == round(100 * measured, 2)
 
 
-def test_figures_of_the_routing_page_are_in_its_results():
+def test_figures_of_the_routing_page_are_those_of_its_results():
+    """Cell by cell: rows are routers, bounds and baselines, columns the three results files."""
     text = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8")
-    known = set().union(*(numbers_in(results_of(f"routing_{s}.json")) for s in ("digits", "emoji_14", "emoji_29")))
-    table = text.split("## Figures")[1].split("## Statistics")[0]
-    shown = {float(number) for number in re.findall(r"\b[01]\.\d{3}\b", table)}
-    assert len(shown) > 50
-    assert shown <= known
+    table = text.split("## Figures")[1].split("Rejecting classes")[0]
+    files = [f"routing_{name}.json" for name in ("digits", "emoji_14", "emoji_29")]
+    compared = 0
+    for row in re.findall(r"^\| (.+) \|$", table, re.M):
+        label, *cells = [cell.strip() for cell in row.split("|")]
+        for cell, file in zip(cells, files, strict=True):
+            if not re.fullmatch(r"[01]\.\d{3}", cell):
+                continue
+            summary, baselines = results_of(file, "summary"), results_of(file, "baselines_last_accuracy")
+            if label.startswith("*"):
+                # The baselines see all classes at once, so that both streams of emoji share them.
+                source = baselines or results_of("routing_emoji_14.json", "baselines_last_accuracy")
+                measured = source[label.strip("*")]
+            elif label.startswith("task known"):
+                measured = summary["entropy"]["task_known_accuracy"]
+            elif "batch scope" in label:
+                measured = summary["entropy"][f"batch_scope_{label.split()[-1]}"]
+            else:
+                name = re.match(r"`(\w+)`", label).group(1)
+                measured = next(value for key, value in summary.items() if key.split()[0] == name)["last_accuracy"]
+            assert float(cell) == round(measured["mean"], 3), f"{label}, {file}"
+            compared += 1
+    assert compared >= 50
