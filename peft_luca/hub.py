@@ -23,7 +23,7 @@ from huggingface_hub import (
     ModelInfo,
     snapshot_download,
 )
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from peft import PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor, nn
@@ -515,6 +515,10 @@ def _local(source: str | os.PathLike[str], revision: str | None, token: str | bo
         )
     except HFValidationError as error:
         raise InvalidExpertError(f"{source} is not an expert: it is neither a folder nor a Hub id.") from error
+    except LocalEntryNotFoundError as error:
+        raise LocalEntryNotFoundError(
+            f"{source} is no folder here, the Hub cannot be reached, and its cache does not have it: {error}"
+        ) from error
 
 
 def _name_after(source: str | os.PathLike[str], model: nn.Module) -> str:

@@ -169,7 +169,9 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
         size = path.stat().st_size
         if not 8 + 2 * numbers < size <= 8 + MAX_HEADER_BYTES + 8 * numbers:
             raise InvalidExpertError(
-                f"{path} has {size} bytes, and its config asks for {numbers} numbers on a [CLS] of width {width}."
+                f"{path} has {size} bytes, but its config asks for {numbers} numbers on this backbone's [CLS], "
+                f"{width} wide: the file is not whole, or the expert was trained on another backbone "
+                f"({config.base_model_name_or_path or 'unnamed'}, {(config.fingerprint or 'no fingerprint')[:12]})."
             )
         content = path.read_bytes()
     except OSError as error:

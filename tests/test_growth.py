@@ -96,7 +96,7 @@ def test_what_cannot_be_dropped(tmp_path, settings):
 def test_a_grown_run_refuses_the_stream_it_began_with(tmp_path, settings):
     make_trainer(tmp_path / "out", **settings).train()
     small = make_stream(NAMES[:4], names=NAMES[:4])
-    with pytest.raises(ValueError, match="holds a run of 3 tasks, but the stream has 2"):
+    with pytest.raises(ValueError, match="its task 'task_2' is not among"):
         make_trainer(tmp_path / "out", small, **settings).train_task(small[0])
 
 
@@ -111,3 +111,26 @@ def test_another_task_under_the_name_of_one_that_failed_is_learnt_from_its_own_i
     trainer.train_task(make_splits(NAMES[4:6], train=6), "late")
     assert len(trainer.features(trainer.stream[-1], "train")) == 12
     assert trainer.tuner.experts["late"] == NAMES[4:6]
+
+
+def test_a_run_goes_on_without_the_images_of_a_task_that_was_forgotten(tmp_path):
+    settings = {"features_cache_dir": str(tmp_path / "features")}
+    tasks = {f"t{i}": make_splits(NAMES[2 * i : 2 * i + 2]) for i in range(3)}
+    trainer = make_trainer(tmp_path / "out", TaskStream.from_tasks(tasks), **settings)
+    trainer.train()
+    trainer.delete_adapter("t1")
+    left = {name: task for name, task in tasks.items() if name != "t1"}
+    again = make_trainer(tmp_path / "out", TaskStream.from_tasks(left), **settings)
+    again.train()
+    assert list(again.tuner.experts) == ["t0", "t2"]
+    assert again.evaluate()["eval_accuracy_matrix"][-1] == trainer.evaluate()["eval_accuracy_matrix"][-1]
+    again.train_task(make_splits(NAMES[2:4]), "t3")
+    assert [task["name"] for task in read_json(tmp_path / "out" / "results.json")["tasks"]] == ["t0", "t1", "t2", "t3"]
+
+
+def test_a_task_that_the_stream_lacks_is_named(tmp_path):
+    settings = {"features_cache_dir": str(tmp_path / "features")}
+    make_trainer(tmp_path / "out", TaskStream.from_tasks({"t0": make_splits(NAMES[:2])}), **settings).train()
+    other = make_trainer(tmp_path / "out", TaskStream.from_tasks({"t9": make_splits(NAMES[:2])}), **settings)
+    with pytest.raises(ValueError, match="its task 't0' is not among 't9'"):
+        other.train()

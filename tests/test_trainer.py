@@ -697,7 +697,7 @@ def test_test_images_that_cannot_be_read_do_not_stop_the_trainer_for_good(out):
         ({"luca_config": LucaConfig(reduction=4)}, "luca_config: .*'reduction': 16.*'reduction': 4"),
         ({"stream": make_stream(order=NAMES[::-1])}, "run of another stream: its task 'task_0' has 16 train images"),
         ({"stream": make_stream(train=9)}, "run of another stream.* has 16 train images .* has 18 of"),
-        ({"stream": make_stream(names=NAMES[:2], order=NAMES[:2])}, "a run of 3 tasks, but the stream has 1"),
+        ({"stream": make_stream(names=NAMES[:2], order=NAMES[:2])}, "its task 'task_1' is not among"),
         ({"model": make_vit(seed=1)}, "was trained on the backbone"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -788,3 +788,40 @@ def test_a_router_that_lacks_the_statistics_of_given_experts_says_so_before_trai
     with pytest.raises(ValueError, match="old"):
         make_trainer(out, model=model, router="gaussian")
     assert not out.exists()
+
+
+def test_another_router_is_measured_by_itself(out):
+    trainer = make_trainer(out)
+    trainer.train()
+    assert "eval_forgetting" in trainer.evaluate()
+    trainer.tuner.set_router("gaussian")
+    metrics = trainer.evaluate()
+    assert metrics["eval_last_accuracy"] is not None
+    assert not {"eval_forgetting", "eval_average_accuracy", "eval_backward_transfer"} & set(metrics)
+    assert metrics["eval_accuracy_matrix"][:-1] == [[None] * 3] * 2
+    trainer.tuner.set_router("entropy", temperature=2.0)
+    assert "eval_forgetting" not in trainer.evaluate()
+
+
+@pytest.mark.filterwarnings("error:routed accuracy:UserWarning")
+def test_experts_that_share_classes_are_no_leak(out):
+    stream = TaskStream.from_tasks([make_splits(seed=seed) for seed in (0, 1)])
+    trainer = make_trainer(out, stream)
+    trainer.train()
+    trainer._records[-1].update(accuracy=[1.0, 1.0], task_known=[0.5, 0.5])
+    assert trainer._figures()["last_accuracy"] == 1.0
+
+
+def test_an_evaluation_set_without_global_labels_is_refused(out):
+    trainer = make_trainer(out)
+    trainer.train()
+    with pytest.raises(ValueError, match="needs its global labels in a column 'labels'"):
+        trainer.evaluate(make_splits()["test"])
+
+
+def test_what_has_no_place_is_refused(out):
+    with pytest.raises(ValueError, match="model must be an image classifier or a PeftModel, got str"):
+        make_trainer(out, model="google/vit")
+    trainer = make_trainer(out)
+    with pytest.raises(ValueError, match="split must be 'train' or 'test', got 'val'"):
+        trainer.features(trainer.stream[0], "val")
