@@ -181,3 +181,17 @@ def test_figures_of_the_routing_page_are_those_of_its_results():
             assert float(cell) == round(measured["mean"], 3), f"{label}, {file}"
             compared += 1
     assert compared >= 50
+
+
+def test_figures_of_the_cost_page_are_those_of_its_results():
+    text = " ".join((ROOT / "docs" / "cost.md").read_text(encoding="utf-8").split())
+    speed, overhead, memory = (results_of(f"{name}.json") for name in ("speed", "overhead", "memory"))
+    for label, value in speed["passes"].items():
+        if label != "one pass of the backbone":
+            assert f"| {label} | {value:.2f} |" in text
+    assert f"That is {speed['faster_than_released']:.1f} times faster than the released procedure" in text
+    assert f"{speed['faster_than_lora']:.1f} times faster than LoRA" in text
+    assert f"memory is {speed['peak_of_inference']:.2f} times that of inference" in text
+    assert f"takes {overhead['times_of_stock']['continual_train']:.2f} times what a stock" in text
+    assert f"saving, {overhead['times_of_stock']['continual_train_task']:.2f} times" in text
+    assert f"train in {memory['rss_anon_beyond_gib']:.2f} GiB of anonymous memory" in text
