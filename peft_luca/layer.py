@@ -267,6 +267,12 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         hidden = F.relu(self.luca_calibrator_down[adapter_name](z))
         return torch.sigmoid(self.luca_calibrator_up[adapter_name](hidden))
 
+    def gates(self, z: Tensor, adapter_name: str) -> Tensor:
+        """An expert's calibrator gates on [CLS], between 0 and 1: (batch, d) → (batch, d)."""
+        z = self.standardise(z, adapter_name)
+        adapts_first = self.configs[adapter_name].arrangement == "adapter_calibrator"
+        return self._gate(self._adapt(z, adapter_name) if adapts_first else z, adapter_name)
+
     def scale(self, adapter_name: str) -> Tensor:
         """σ as it is used, a scalar."""
         scale: Tensor = self.luca_scale[adapter_name]

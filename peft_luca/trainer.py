@@ -30,7 +30,8 @@ from transformers import EvalPrediction, ProgressCallback, Trainer, set_seed
 from transformers.trainer_utils import HubStrategy, TrainOutput, has_length, seed_worker
 from transformers.utils import logging
 
-from .cache import writing
+from . import plots
+from .cache import write_whole, writing
 from .closed_form import StatisticsRouter, gather_statistics
 from .config import LucaConfig
 from .features import (
@@ -73,6 +74,7 @@ from .untrusted import MANIFEST_NAME
 
 logger = logging.get_logger(__name__)
 
+PLOTS_NAME = "plots"
 # Arguments that have values of their own while a task is learnt.
 WITHIN_A_TASK = (
     "seed dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers "
@@ -136,6 +138,8 @@ class ContinualTrainer(Trainer):
                 f"processing_class must be the backbone's image processor, got {type(processing_class).__name__}. "
                 "Load it with AutoImageProcessor.from_pretrained."
             )
+        if args.plots:
+            plots.check_installed()  # now, not when all has been learnt
         if args.augmentation:
             image_size(processing_class)  # says so when the processor has none
         template, model = _template(model, luca_config)
@@ -205,6 +209,8 @@ class ContinualTrainer(Trainer):
             self.push_to_hub()
         steps = sum(output.global_step for output in outputs)
         loss = sum(output.training_loss * output.global_step for output in outputs) / max(steps, 1)
+        if self.args.plots:
+            self.save_plots()
         return TrainOutput(steps, loss, self._figures())
 
     def train_task(self, task: Task | DatasetLike, name: str | None = None) -> TrainOutput:
@@ -333,6 +339,35 @@ class ContinualTrainer(Trainer):
         self.log({name: value for name, value in metrics.items() if isinstance(value, float)})
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return {**metrics, f"{metric_key_prefix}_accuracy_matrix": matrix}
+
+    def save_plots(self) -> list[Path]:
+        """
+        Draw the pictures of [`~peft_luca.plots`] as they are now, into `plots` in the output folder, and into
+        TensorBoard where it is being written to. With several processes all have to ask.
+
+        Returns:
+            `list[Path]`: The files; none on all processes but the first.
+        """
+        tuner = self.tuner  # says so when nothing has been learnt
+        features, images = {}, {}
+        for task in self.stream:
+            if task.name in tuner.experts and task.test is not None:
+                test = self.features(task, "test")  # every process takes its part
+                features[task.name] = FeatureDataset(test.features, self._ids(test.labels, task.classes))
+                images[task.name] = self._readable(task, "test")[self.stream.image_column]
+        if not self.is_world_process_zero():
+            return []
+        folder, files = Path(self.args.output_dir) / PLOTS_NAME, []
+        folder.mkdir(parents=True, exist_ok=True)
+        writers = [callback.tb_writer for callback in self.callback_handler.callbacks if hasattr(callback, "tb_writer")]
+        for name, figure in plots.of_a_run(self.results(), self.model, features, images):
+            files.append(folder / f"{name}.png")
+            with write_whole(files[-1]) as temporary:
+                figure.savefig(temporary, dpi=120, format="png")
+            for writer in writers:
+                if writer is not None:
+                    writer.add_figure(f"plots/{name}", figure, self._steps_before)
+        return files
 
     def features(self, task: Task, split: str) -> FeatureDataset:
         """
@@ -881,6 +916,8 @@ def _check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments, 
             "the task another name."
         )
     check_expert_name(task.name, model)
+    if args.plots and task.name == PLOTS_NAME:
+        raise ValueError(f"a task cannot be called {PLOTS_NAME!r} with plots=True, which writes a folder of that name.")
     config.check_head(task.classes)
     if args.eval_strategy != "no" and task.test is None:
         raise ValueError(f"eval_strategy is {args.eval_strategy!s}, but task {task.name!r} has no test images.")
