@@ -32,7 +32,7 @@ from transformers.utils import logging
 from .backbone import check_backbone
 from .cache import write_whole
 from .closed_form import StatisticsRouter
-from .config import NAME_RULE, LucaConfig, check_classes
+from .config import NAME_RULE, LucaConfig, check_classes, counted
 from .head import Head, check_expert_name, find_head
 from .layer import LucaLayer
 from .model import LucaModel
@@ -282,7 +282,7 @@ def push_experts(
 
     def upload() -> CommitInfo:
         with staging:
-            return _push(api, folder, repo_id, revision, commit_message or f"Push {len(names)} experts")
+            return _push(api, folder, repo_id, revision, commit_message or f"Push {counted(len(names), 'expert')}")
 
     return upload() if blocking else api.run_as_future(upload)
 

@@ -15,8 +15,18 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .closed_form import StatisticsRouter, StatisticsRouting, gather_statistics
-from .config import LucaConfig
-from .routing import ClassIndex, Oracle, Router, RouterOptions, RoutingOutput, combine_rows, entropy, fill_unknown
+from .config import LucaConfig, counted
+from .routing import (
+    ClassIndex,
+    Oracle,
+    Router,
+    RouterOptions,
+    RoutingOutput,
+    combine_rows,
+    entropy,
+    fill_unknown,
+    router_name,
+)
 from .statistics import ClassStatistics, unit_features
 
 
@@ -179,6 +189,30 @@ class LucaLayer(nn.Module, BaseTunerLayer):
     def out_features(self) -> int:
         """Of the base's head; the experts' own widths are those of their rows."""
         return int(getattr(self.base_layer, "out_features", self.input_width))
+
+    def __repr__(self) -> str:
+        """Not every module of every expert, of which there may be a thousand."""
+        parts = [f"(base_layer): {self.base_layer!r}", *self.described()]
+        return f"LucaLayer(width={self.width}\n  " + "\n  ".join(parts) + "\n)"
+
+    def described(self, limit: int = 10) -> list[str]:
+        """Lines that a person reads: who answers, and the experts with their classes."""
+        if self.disable_adapters or not self.active_adapters:
+            who = "disabled: the base's own head"
+        elif self.router is None:
+            who = f"the expert {self.active_adapters[0]!r}"
+        else:
+            who = f"the router {router_name(self.router) or self.router!r}"
+        classes_known = counted(len(self.class_index.classes), "class")
+        lines = [f"{counted(len(self.configs), 'expert')}, {classes_known}; answers: {who}"]
+        for name, config in list(self.configs.items())[:limit]:
+            classes = config.classes or []
+            names = ", ".join(classes[:5]) + (", …" if len(classes) > 5 else "")
+            numbers = sum(parameter.numel() for parameter in self.luca_parameters(name).values())
+            lines.append(f"{name}: {counted(len(classes), 'class')} ({names}), LuCA of {numbers:,} parameters")
+        if len(self.configs) > limit:
+            lines.append(f"… and {counted(len(self.configs) - limit, 'more expert')}")
+        return lines
 
     # ---- the way of the data -------------------------------------------------------------------------------------
 
@@ -458,8 +492,8 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         counts = torch.bincount(labels, minlength=len(rows))
         if len(counts) != len(rows) or not counts.all():
             raise ValueError(
-                f"expert {adapter_name!r} has {len(rows)} classes, but the images per label are {counts.tolist()}: "
-                "every class needs at least one image."
+                f"expert {adapter_name!r} has {counted(len(rows), 'class')}, but the images per label are "
+                f"{counts.tolist()}: every class needs at least one image."
             )
         sums = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
         for z, label in zip(features.split(4096), labels.split(4096), strict=True):

@@ -248,6 +248,14 @@ class LucaModel(BaseTuner):
             self.layer.train(mode)
         return self
 
+    def __repr__(self) -> str:
+        # Of the backbone only what it is: print(model.get_base_model()) has its modules.
+        if not self.targeted_module_names:  # something went wrong on the way
+            return super().__repr__()
+        name = getattr(self.model, "name_or_path", "") or "unnamed"
+        lines = [f"{type(self.model).__name__} ({name})", *self.layer.described()]
+        return "LucaModel(\n  " + "\n  ".join(lines) + "\n)"
+
     # ---- experts and routing -------------------------------------------------------------------------------------
 
     @property

@@ -71,17 +71,17 @@ def accuracy_over_stream(results: Mapping[str, Any]) -> Figure:
     matrix = _matrix(results)
     counts = [task["test_images"] for task in results["tasks"]]
     stages = np.arange(1, len(matrix) + 1)
-    lines = {
+    lines: dict[str, Any] = {
         "accuracy over all classes seen": stage_accuracies(matrix, counts),
         "forgetting": [forgetting(matrix[:stage, :stage]) for stage in stages],
     }
     figure, axes = _figure(1, 5.6, 3.6)
     for i, (label, values) in enumerate(lines.items()):
-        style = {"marker": MARKERS[i], "linestyle": ("-", "--")[i], "color": COLORS[(0, 3)[i]]}
+        style: dict[str, Any] = {"marker": MARKERS[i], "linestyle": ("-", "--")[i], "color": COLORS[(0, 3)[i]]}
         axes[0].plot(stages, 100 * np.array(values), label=label, **style)
     axes[0].set(xlabel="tasks learnt", ylabel="%", title="Accuracy over the stream")
     axes[0].set_ylim(min(0.0, 100 * min(lines["forgetting"])) - 2, 102)
-    axes[0].xaxis.get_major_locator().set_params(integer=True)
+    axes[0].set_xticks(stages[:: -(-len(stages) // NAMED)])
     axes[0].grid(axis="y", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
@@ -122,7 +122,12 @@ def entropy_histograms(model: PeftModel, features: Features) -> Figure:
     edges = np.linspace(0, max(1e-6, float(said.entropies.max())), 31)
     for i, (label, values) in enumerate({"right expert": right, "other experts": said.entropies[others]}.items()):
         weights = np.full(len(values), 100 / max(1, len(values)))
-        style = {"color": COLORS[(1, 4)[i]], "hatch": HATCHES[i], "edgecolor": "black", "alpha": (1.0, 0.7)[i]}
+        style: dict[str, Any] = {
+            "color": COLORS[(1, 4)[i]],
+            "hatch": HATCHES[i],
+            "edgecolor": "black",
+            "alpha": (1.0, 0.7)[i],
+        }
         axes[0].hist(values.numpy(), bins=list(edges), weights=weights, label=label, linewidth=0.5, **style)
     axes[0].set(xlabel="entropy over all classes (nats)", ylabel="% of images", title="How certain experts are")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
@@ -204,10 +209,10 @@ def tsne(model: PeftModel, features: Features, seed: int = 0) -> Figure:
     figure, axes = _figure(1, 6.0, 5.0)
     for i, name in enumerate(features):
         points = plane[(said.task == experts.index(name)).numpy()]
-        style = {"marker": MARKERS[i % len(MARKERS)], "color": COLORS[i % len(COLORS)]}
-        axes[0].scatter(*points.T, s=22, edgecolors="black", linewidths=0.4, label=name, **style)
+        style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": COLORS[i % len(COLORS)]}
+        axes[0].scatter(points[:, 0], points[:, 1], s=28, edgecolors="black", linewidths=0.4, label=name, **style)
     wrong = plane[(said.expert != said.task).numpy()]
-    axes[0].scatter(*wrong.T, s=90, facecolors="none", edgecolors="black", label="answered by another")
+    axes[0].scatter(wrong[:, 0], wrong[:, 1], s=90, facecolors="none", edgecolors="black", label="answered by another")
     axes[0].set(xticks=[], yticks=[], title="[CLS] of the test images, by t-SNE")
     if len(features) <= 2 * NAMED:
         figure.legend(loc="outside right upper", frameon=False)
@@ -218,8 +223,8 @@ def misrouted_images(
     model: PeftModel, features: Features, images: Mapping[str, Sequence[Any]], limit: int = 6
 ) -> Figure:
     """
-    Images that another expert than their own answered, with what each expert said: its best class, and how certain it
-    was (1 - entropy / log C). The surest mistakes come first.
+    Images that another expert than their own answered, with what each expert said: its best class, and its entropy,
+    of which the lowest answers with the router `"entropy"`. Wrong answers come first, the surest before the others.
 
     Args:
         model ([`~peft.PeftModel`]): The model.
@@ -227,35 +232,35 @@ def misrouted_images(
         images (`dict[str, Sequence[PIL.Image.Image]]`): Expert → the same images.
         limit (`int`, *optional*, defaults to `6`): So many at most.
     """
-    said = _ask(model, features)
-    experts, classes = list(find_layer(model)[1].configs), find_layer(model)[1].class_index.classes
-    certainty = 1 - said.entropies / max(1e-6, float(np.log(max(2, len(classes)))))
-    wrong = (said.expert != said.task).nonzero()[:, 0]
-    wrong = wrong[certainty[wrong].amax(dim=1).argsort(descending=True, stable=True)][:limit]
-    if not len(wrong):
+    said, layer = _ask(model, features), find_layer(model)[1]
+    experts, classes = list(layer.configs), layer.class_index.classes
+    wrong = (said.expert != said.task).nonzero()[:, 0].tolist()
+    names = {row: (layer.configs[experts[said.task[row]]].classes or [])[said.labels[row]] for row in wrong}
+    answers = {row: classes[said.best[row, said.expert[row]]] for row in wrong}
+    wrong.sort(key=lambda row: (names[row] == answers[row], float(said.entropies[row, said.expert[row]])))
+    wrong = wrong[:limit]
+    if not wrong:
         figure, axes = _figure(1, 4.8, 1.6)
         axes[0].text(0.5, 0.5, "every image was answered by the expert of its task", ha="center", va="center")
         axes[0].set_axis_off()
         return figure
-    figure, axes = _figure(2, 7.6, len(wrong) * (0.5 + 0.2 * min(len(experts), NAMED)), rows=len(wrong))
-    for i, row in enumerate(wrong.tolist()):
-        picture, bars = axes[2 * i], axes[2 * i + 1]
-        own = experts[int(said.task[row])]
-        label = (find_layer(model)[1].configs[own].classes or [])[int(said.labels[row])]
-        picture.imshow(images[own][int(said.row[row])].convert("RGB"))
-        picture.set_title(f"{label} ({own})", fontsize=8)
+    figure, axes = _figure(2, 7.6, len(wrong) * (0.6 + 0.2 * min(len(experts), NAMED)), rows=len(wrong))
+    for picture, bars, row in zip(axes[::2], axes[1::2], wrong, strict=True):
+        own, chosen = int(said.task[row]), int(said.expert[row])
+        picture.imshow(images[experts[own]][int(said.row[row])].convert("RGB"))
+        picture.set_title(f"{names[row]} ({experts[own]}), answered {answers[row]}", fontsize=8)
         picture.set_axis_off()
-        shown = certainty[row].topk(min(len(experts), NAMED)).indices.sort().values.tolist()
-        names = [f"{experts[t]}: {classes[int(said.best[row, t])]}" for t in shown]
-        chosen = [t == int(said.expert[row]) for t in shown]
-        drawn = bars.barh(range(len(shown)), certainty[row, shown].clamp(min=0).numpy(), edgecolor="black")
-        for bar, is_chosen, t in zip(drawn, chosen, shown, strict=True):
-            bar.set_facecolor(COLORS[1] if is_chosen else COLORS[4])
-            bar.set_hatch(HATCHES[1] if experts[t] == own else "")
-        bars.set_yticks(range(len(shown)), names, fontsize=8)
-        bars.set(xlim=(0, 1), xticks=[0, 0.5, 1])
+        entropies = said.entropies[row]
+        shown = entropies.topk(min(len(experts), NAMED), largest=False).indices.sort().values.tolist()
+        drawn = bars.barh(range(len(shown)), entropies[shown].numpy(), edgecolor="black")
+        for bar, t in zip(drawn, shown, strict=True):
+            bar.set_facecolor(COLORS[1] if t == chosen else COLORS[4])
+            bar.set_hatch(HATCHES[1] if t == own else "")
+        labels = [f"{experts[t]}: {classes[int(said.best[row, t])]}" for t in shown]
+        bars.set_yticks(range(len(shown)), labels, fontsize=8)
+        bars.tick_params(axis="x", labelsize=8)
         bars.invert_yaxis()
-    axes[-1].set_xlabel("certainty (dark: answered, hatched: its own task)", fontsize=8)
+    axes[-1].set_xlabel("entropy in nats (dark: answered, hatched: its own task)", fontsize=8)
     figure.suptitle("Answered by another task's expert", fontsize=10)
     return figure
 

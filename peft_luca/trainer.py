@@ -33,7 +33,7 @@ from transformers.utils import logging
 from . import plots
 from .cache import write_whole, writing
 from .closed_form import StatisticsRouter, gather_statistics
-from .config import LucaConfig
+from .config import LucaConfig, counted
 from .features import (
     FeatureDataset,
     default_cache_dir,
@@ -359,7 +359,9 @@ class ContinualTrainer(Trainer):
             return []
         folder, files = Path(self.args.output_dir) / PLOTS_NAME, []
         folder.mkdir(parents=True, exist_ok=True)
-        writers = [callback.tb_writer for callback in self.callback_handler.callbacks if hasattr(callback, "tb_writer")]
+        writers = [
+            callback.tb_writer for callback in self.callback_handler.callbacks if hasattr(callback, "tb_writer")
+        ]
         for name, figure in plots.of_a_run(self.results(), self.model, features, images):
             files.append(folder / f"{name}.png")
             with write_whole(files[-1]) as temporary:
@@ -760,7 +762,7 @@ class ContinualTrainer(Trainer):
         self._steps_before = sum(record["steps"] for record in records)
         self._set_router()
         self._follow_labels()
-        self._say(f"going on after {len(records)} of {len(self.stream)} tasks found in {folder}")
+        self._say(f"going on after {len(records)} of {counted(len(self.stream), 'task')} found in {folder}")
 
     def _clear_away(self, folder: Path) -> None:
         """Remove what a run that was killed has left half-written, and see that the folder can be written to."""
@@ -917,7 +919,9 @@ def _check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments, 
         )
     check_expert_name(task.name, model)
     if args.plots and task.name == PLOTS_NAME:
-        raise ValueError(f"a task cannot be called {PLOTS_NAME!r} with plots=True, which writes a folder of that name.")
+        raise ValueError(
+            f"a task cannot be called {PLOTS_NAME!r} with plots=True, which writes a folder of that name."
+        )
     config.check_head(task.classes)
     if args.eval_strategy != "no" and task.test is None:
         raise ValueError(f"eval_strategy is {args.eval_strategy!s}, but task {task.name!r} has no test images.")

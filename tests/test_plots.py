@@ -1,6 +1,7 @@
 """Pictures: drawn from what they claim to show, and readable without colour."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -58,7 +59,7 @@ def luminance(color):
     return 116 * np.cbrt(y) - 16 if y > 0.008856 else 903.3 * y
 
 
-# ---- of results ------------------------------------------------------------------------------------------------------
+# ---- of results -----------------------------------------------------------------------------------------------------
 
 
 def test_the_accuracy_matrix_is_that_of_the_results():
@@ -90,7 +91,7 @@ def test_a_forgotten_task_leaves_a_gap():
     np.testing.assert_allclose(plots.accuracy_over_stream(results).axes[0].lines[0].get_ydata(), [90, 70])
 
 
-# ---- of a model ------------------------------------------------------------------------------------------------------
+# ---- of a model -----------------------------------------------------------------------------------------------------
 
 
 def test_who_answered_whom_is_what_the_router_says(looked_at):
@@ -180,14 +181,17 @@ def test_misrouted_images_say_what_every_expert_said(looked_at):
     pictures, bars = figure.axes[::2], figure.axes[1::2]
     assert len(pictures) == len(bars) == 2
     assert all(len(axes.patches) == 3 for axes in bars)
-    # The first row is the surest mistake of all, its picture the image that was answered.
-    label, own = pictures[0].get_title().rstrip(")").split(" (")
+    # The first row is the surest wrong answer, its picture the image that was answered.
+    label, own, answer = re.fullmatch(r"(\w+) \((\w+)\), answered (\w+)", pictures[0].get_title()).groups()
     row = int(pictures[0].images[0].get_array()[0, 0, 0]) // 10
     routed = model.base_model.layer.route(features[own].features[row : row + 1])
     assert list(model.experts)[int(routed.expert[0])] != own
     assert label in model.experts[own]
-    certainty = 1 - routed.entropies[0].detach() / np.log(5)
-    np.testing.assert_allclose([bar.get_width() for bar in bars[0].patches], certainty.clamp(min=0), rtol=1e-4)
+    assert answer == model.classes[int(routed.logits.argmax())] != label
+    entropies = routed.entropies[0].detach().numpy()
+    np.testing.assert_allclose([bar.get_width() for bar in bars[0].patches], entropies, rtol=1e-4)
+    colors = [bar.get_facecolor() for bar in bars[0].patches]
+    assert [colors.count(color) for color in colors].index(1) == int(routed.expert[0])
 
 
 def test_nothing_misrouted_is_said():
@@ -203,7 +207,7 @@ def test_features_of_strangers_are_refused(looked_at):
             plots.routing_confusion(model, wrong)
 
 
-# ---- readable --------------------------------------------------------------------------------------------------------
+# ---- readable -------------------------------------------------------------------------------------------------------
 
 
 def test_categories_differ_in_grey_and_not_by_colour_alone():
@@ -236,7 +240,7 @@ def test_many_tasks_are_drawn_without_numbers():
     assert not figure.axes[0].texts
 
 
-# ---- by the trainer --------------------------------------------------------------------------------------------------
+# ---- by the trainer -------------------------------------------------------------------------------------------------
 
 
 def test_the_trainer_writes_them_when_asked(out):
