@@ -5,17 +5,23 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow test-peft style quality install clean
+.PHONY: demo test test-slow test-peft docs space style quality install clean
 
 $(BIN)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(BIN)/installed-demo $@
+
+# The demonstration needs less than the tests do, and so is there sooner.
+$(BIN)/installed-demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[examples,plots]"
 	touch $@
 
 install: $(BIN)/installed
 
-demo: install
-	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/cil.py
+demo: $(BIN)/installed-demo
+	$(BIN)/accelerate launch --quiet --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/cil.py
 
 test: install
 	$(BIN)/python -m pytest -n 2
@@ -27,6 +33,16 @@ test-slow: install
 test-peft: install
 	$(BIN)/python -m pytest -m slow tests/test_upstream.py
 
+# The pages of docs/ as a site, in site/. It needs no network; a page or a name that is missing is an error.
+docs: install
+	$(BIN)/mkdocs build --strict --quiet
+
+# The demonstration in a browser. gradio asks for an older Pillow than constraints.txt has, so that it has its own place.
+space:
+	$(PYTHON) -m venv .venv-space
+	.venv-space/bin/python -m pip install --quiet --disable-pip-version-check -e . -r examples/space/requirements.txt
+	.venv-space/bin/python examples/space/app.py
+
 style: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -37,4 +53,4 @@ quality: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info
+	rm -rf $(VENV) .venv-space out site build dist *.egg-info

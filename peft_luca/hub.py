@@ -35,7 +35,7 @@ from .closed_form import StatisticsRouter
 from .config import NAME_RULE, LucaConfig, check_classes, counted
 from .head import Head, check_expert_name, find_head
 from .layer import LucaLayer
-from .model import LucaModel
+from .model import LucaModel, quiet_peft
 from .model_card import (
     PICTURE_NAME,
     TAGS,
@@ -573,7 +573,8 @@ def _load(
                 )
             tensors = read_weights(folders[name], config, head.name, head.width)
             if loaded is None:
-                loaded = PeftModel(model, config, adapter_name=name)
+                with quiet_peft():
+                    loaded = PeftModel(model, config, adapter_name=name)
                 # PEFT 0.21 makes rows trainable again when it casts them, in a half-precision model.
                 tuner_of(loaded).set_requires_grad(name, False)
             else:

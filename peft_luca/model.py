@@ -226,6 +226,7 @@ class LucaModel(BaseTuner):
         return model
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: experts cannot be averaged."""
         raise NotImplementedError(
             "LuCA experts cannot be averaged: each has rows for its own classes, and none is a change of the same "
             "weights. Keep them side by side and let set_router('entropy') choose for each image."
@@ -494,3 +495,11 @@ class LucaModel(BaseTuner):
             all_classes = layer.router is not None or layer.over_all_classes
             names = self.classes if all_classes else self.experts[layer.active_adapters[0]]
             Outputs(dict(enumerate(names)), cross_entropy, None).apply(self.model)
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """PEFT asks transformers for an attribute by its old name, which is nothing a user can mend."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield

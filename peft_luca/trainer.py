@@ -10,7 +10,6 @@ import re
 import shutil
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,7 +52,7 @@ from .hub import (
 )
 from .images import ImageCollator, image_size
 from .learning import EpochBatches, EpochLoader, FeatureHead, TaskProgressCallback
-from .model import LucaModel
+from .model import LucaModel, quiet_peft
 from .model_card import make_card
 from .records import (
     COMPARING_STAGES,
@@ -540,9 +539,7 @@ class ContinualTrainer(Trainer):
             if isinstance(self.model, PeftModel):
                 self.model.add_adapter(task.name, config)
             else:
-                with warnings.catch_warnings():
-                    # PEFT asks transformers for an attribute by its old name, which is nothing a user can mend.
-                    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+                with quiet_peft():
                     self.model = get_peft_model(self.model, config, adapter_name=task.name)
         self.model.set_adapter(task.name)
         self.model.eval()
