@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow test-peft docs space style quality install clean
+.PHONY: demo test test-slow test-peft docs space test-space style quality install clean
 
 $(BIN)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,10 +38,21 @@ docs: install
 	$(BIN)/mkdocs build --strict --quiet
 
 # The demonstration in a browser. gradio asks for an older Pillow than constraints.txt has, so that it has its own place.
-space:
+.venv-space/installed: examples/space/requirements.txt constraints.txt
 	$(PYTHON) -m venv .venv-space
-	.venv-space/bin/python -m pip install --quiet --disable-pip-version-check -e . -r examples/space/requirements.txt
+	grep -v '^pillow=' constraints.txt > .venv-space/constraints.txt
+	.venv-space/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-space/constraints.txt \
+		-e . -r examples/space/requirements.txt
+	touch $@
+
+space: .venv-space/installed
 	.venv-space/bin/python examples/space/app.py
+
+# Needs a Chromium: apt-get install chromium.
+test-space: .venv-space/installed
+	.venv-space/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-space/constraints.txt \
+		pytest pytest-xdist playwright
+	.venv-space/bin/python -m pytest -m slow tests/test_space.py
 
 style: install
 	$(BIN)/ruff check --fix .

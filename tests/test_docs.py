@@ -221,6 +221,32 @@ def test_paper_page_names_code_that_exists():
         assert name in (*peft_luca.LucaLayer.adapter_layer_names, *peft_luca.LucaLayer.other_param_names)
 
 
+def test_paper_page_has_every_equation_in_the_file_that_it_names():
+    table = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8").split("## Equations")[1].split("## Hyper")[0]
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 11
+    for what, _, files, code in rows:
+        content = "".join(
+            (ROOT / "peft_luca" / name).read_text(encoding="utf-8") for name in re.findall(r"`(.+?)`", files)
+        )
+        names = [name.split("(")[0].split(".")[-1] for name in re.findall(r"`(.+?)`", code)]
+        assert names
+        for name in names:
+            if name != "LucaConfig":
+                assert re.search(rf"def {name}\b|\b{name}\b.*=|{name}\b: ", content), f"{what}: {name}"
+
+
+def test_paper_page_has_every_hyperparameter_of_the_recipes():
+    table = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8").split("## Hyperparameters")[1].split("##")[0]
+    named = set(
+        re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| ")))
+    )
+    recipes = {*peft_luca.training_args.RECIPES["paper"], *peft_luca.training_args.CONFIG_RECIPES["paper"]}
+    assert recipes - {"optim_args"} <= named  # whose momentum is in the row of optim
+    known = {field.name for owner in (peft_luca.ContinualTrainingArguments, LucaConfig) for field in fields(owner)}
+    assert named <= known
+
+
 def test_paper_page_has_the_recipes_values():
     text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     table = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if row.startswith("|")]
