@@ -235,7 +235,7 @@ def build() -> gr.Blocks:
             for i in (1, 2):
                 with gr.Column():
                     name = gr.Textbox(label=f"Name of class {i}", elem_id=f"name_{i}")
-                    gallery = gr.Gallery(label=f"Images of class {i}", type="pil", columns=6, height=200)
+                    gallery = gr.Gallery(label=f"Images of class {i}", type="pil", columns=4, height=220)
                     galleries += [name, gallery]
         with gr.Row():
             fill = gr.Button("Take drawn letters A and B")
