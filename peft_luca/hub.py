@@ -657,7 +657,7 @@ def _statistics(folder: Path, config: LucaConfig, rename: Mapping[str, str]) -> 
 def _set_router(tuner: LucaModel, router: dict[str, Any]) -> None:
     try:
         tuner.set_router(router["name"], **router["options"])
-    except (TypeError, RuntimeError) as error:  # a stranger's options
+    except (ValueError, RuntimeError) as error:  # a stranger's options
         raise InvalidExpertError(f"the collection's router {router} cannot be set: {error}") from error
 
 

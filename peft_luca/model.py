@@ -303,24 +303,22 @@ class LucaModel(BaseTuner):
             self.layer.set_router(None, {})
         else:
             function = get_router(router)
-            common, own = RouterOptions.split(options)
             before = self.layer.router, self.layer.router_options
             try:
+                common, own = RouterOptions.split(options)
                 if callable(function):
                     function(torch.zeros(1, 2, 3), **own)
                 elif own and isinstance(function, Oracle):
                     raise TypeError(f"the oracle takes none, got {sorted(own)}")
+                elif common.routing_scope == "batch":
+                    raise ValueError(f"routing_scope='batch' goes with routers of scores only, got {router!r}.")
                 self.layer.set_router(function, options)
-            except TypeError as error:
+            except BaseException as error:
                 self.layer.router, self.layer.router_options = before
-                raise ValueError(f"the router {router!r} does not take these options: {error}") from error
-            except ValueError:
-                self.layer.router, self.layer.router_options = before
+                if isinstance(error, TypeError):
+                    raise ValueError(f"the router {router!r} does not take these options: {error}") from error
                 raise
             if common.routing_scope == "batch":
-                if not callable(function):
-                    self.layer.router, self.layer.router_options = before
-                    raise ValueError(f"routing_scope='batch' goes with routers of scores only, got {router!r}.")
                 warnings.warn(
                     "routing_scope='batch' lets one expert answer a whole batch, as the released evaluation does: the "
                     "accuracy then depends on how the images are ordered and batched, and over a test set sorted by "
