@@ -593,7 +593,7 @@ def _load(
             _set_router(tuner_of(loaded), router)
     except BaseException:
         if not isinstance(model, PeftModel) and loaded is not None:
-            tuner_of(loaded).unload()
+            tuner_of(loaded).take_back()
         elif loaded is not None:
             for name in added:
                 loaded.delete_adapter(name)
@@ -627,6 +627,7 @@ def _add(tuner: LucaModel, name: str, config: LucaConfig) -> None:
     config.resolve()
     alone = LucaLayer(layer.base_layer, layer.width, layer.input_width)
     alone.update_layer(name, config)
+    alone.train(layer.training)
     for key, parameter in alone.named_parameters():
         if not key.startswith("base_layer."):
             parameter.requires_grad_(False)

@@ -19,9 +19,10 @@ from .closed_form import StatisticsRouter
 from .config import LucaConfig
 from .head import check_expert_name, find_head
 from .layer import MERGE_REFUSED, LucaLayer, find_layer, luca_layers, reading_features
-from .outputs import Outputs, cross_entropy
+from .outputs import Outputs
 from .routing import Oracle, Router, RouterOptions, RoutingOutput, get_router
 from .statistics import DEFAULT_RANK, ClassStatistics
+from .untouched import Untouched
 
 
 class LucaModel(BaseTuner):
@@ -65,9 +66,15 @@ class LucaModel(BaseTuner):
         # Adapters of another method inside the backbone keep their own configs, which PEFT would mix with ours.
         foreign = vars(model).get("peft_config") or {}
         self_made = all(isinstance(config, LucaConfig) for config in foreign.values())
-        if not self_made:
-            del model.peft_config
-        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        before = Untouched.of(model)
+        try:
+            if not self_made:
+                del model.peft_config
+            super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        except BaseException:
+            before.give_back(model)
+            raise
+        self._before = before
         self._backbone_peft_config = None if self_made else foreign
 
     # ---- what PEFT calls when an expert is added -----------------------------------------------------------------
@@ -224,6 +231,10 @@ class LucaModel(BaseTuner):
         self._base_outputs.apply(self.model)
         model: nn.Module = self.model
         return model
+
+    def take_back(self) -> None:
+        """Undo the making of the model, also what was frozen and put into eval mode: its experts are refused."""
+        self._before.give_back(self.model)
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
@@ -469,7 +480,7 @@ class LucaModel(BaseTuner):
         except ValueError:
             if isinstance(model, PeftModel) and layer.is_untrained(adapter_name):  # made for what is refused
                 tuner: Any = model.base_model
-                tuner.unload() if len(tuner.peft_config) == 1 else tuner.delete_adapter(adapter_name)
+                tuner.take_back() if len(tuner.peft_config) == 1 else tuner.delete_adapter(adapter_name)
             raise
         return remapped
 
@@ -483,4 +494,4 @@ class LucaModel(BaseTuner):
         else:
             all_classes = layer.router is not None or layer.over_all_classes
             names = self.classes if all_classes else self.experts[layer.active_adapters[0]]
-            Outputs(dict(enumerate(names)), cross_entropy, None).apply(self.model)
+            Outputs.of_expert(names).apply(self.model)
