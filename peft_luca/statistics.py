@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .cache import write_whole
 from .config import check_classes
-from .untrusted import MAX_JSON_BYTES, InvalidExpertError, Wanted, check_class_names, parse_object, read_tensors, show
+from .untrusted import MAX_JSON_BYTES, InvalidExpertError, Wanted, parse_object, read_tensors, show
 
 
 STATISTICS_NAME = "statistics.safetensors"
@@ -213,11 +213,9 @@ def _classes_of(header: Mapping[str, Any]) -> tuple[str, ...]:
             raise _Refused(f"its format is {show(values.get('format'))}, and this version reads {STATISTICS_FORMAT}")
         if not isinstance(values.get("classes"), list):
             raise _Refused(f"its classes must be a list, got {show(values.get('classes'))}")
-        classes = check_classes(values["classes"])
-        check_class_names(classes, "its header")
+        return tuple(check_classes(values["classes"]))
     except ValueError as error:
         raise error if isinstance(error, _Refused) else _Refused(str(error).rstrip(".")) from error
-    return tuple(classes)
 
 
 def _wanted(header: Mapping[str, Any]) -> Wanted:
