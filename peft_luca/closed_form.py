@@ -415,7 +415,7 @@ def _make(kind: type[Classifier], statistics: ClassStatistics, **options: Any) -
     """
     try:
         classifier = kind(statistics, **options)
-    except torch.linalg.LinAlgError as error:
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise InvalidExpertError(f"{UNUSABLE}: {error}") from error
     parts = [classifier, *(part for part in vars(classifier).values() if isinstance(part, Background))]
     values = [value for part in parts for value in vars(part).values() if isinstance(value, (Tensor, float))]

@@ -25,6 +25,21 @@ from .statistics import DEFAULT_RANK, ClassStatistics
 from .untouched import Untouched
 
 
+ONE_ACTIVE = (
+    "one expert is active at a time, got {}. Use set_router('entropy') to ask all experts and let the most certain "
+    "one answer each image, or name one expert by a string."
+)
+
+
+class _Configs(dict[str, LucaConfig]):
+    """The experts' configs. `PeftModel.set_adapter` looks an expert up here before it asks the tuner."""
+
+    def __contains__(self, name: object) -> bool:
+        if isinstance(name, list):
+            raise ValueError(ONE_ACTIVE.format(name))
+        return super().__contains__(name)
+
+
 class LucaModel(BaseTuner):
     """
     LuCA (Learn and Calibrate) experts on the pooled [CLS] vector of a frozen image classifier.
@@ -67,6 +82,7 @@ class LucaModel(BaseTuner):
         foreign = vars(model).get("peft_config") or {}
         self_made = all(isinstance(config, LucaConfig) for config in foreign.values())
         before = Untouched.of(model)
+        peft_config = _Configs(peft_config if isinstance(peft_config, dict) else {adapter_name: peft_config})
         try:
             if not self_made:
                 del model.peft_config
@@ -152,10 +168,7 @@ class LucaModel(BaseTuner):
         """
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         if len(names) > 1:
-            raise ValueError(
-                f"one expert is active at a time, got {names}. Use set_router('entropy') to ask all experts and let "
-                "the most certain one answer each image."
-            )
+            raise ValueError(ONE_ACTIVE.format(names))
         if not set(names) <= set(self.peft_config):
             raise ValueError(f"there is no expert {names[0]!r}. The model has {', '.join(self.peft_config)}.")
         super().set_adapter(adapter_name, inference_mode=inference_mode)
@@ -469,7 +482,8 @@ class LucaModel(BaseTuner):
         )
         path, layer = find_layer(model)
         try:
-            missing = {f"{path}.{key}" for key in layer.expected_keys(adapter_name)} - set(remapped)
+            expected = layer.expected_keys(adapter_name)
+            missing = {f"{path}.{key}" for key in expected} - set(remapped)
             if missing:
                 raise ValueError(
                     f"the file of expert {adapter_name!r} lacks {sorted(missing)}. It is not whole, or was made by "
@@ -477,6 +491,14 @@ class LucaModel(BaseTuner):
                 )
             check_backbone(model, config, adapter_name, state_dict)
             check_same_reference(layer, adapter_name, state_dict)
+            other = layer.twin(adapter_name, {key: remapped[f"{path}.{key}"] for key in expected})
+            if other is not None and not layer.is_untrained(adapter_name):
+                raise ValueError(
+                    f"these are the weights of expert {other!r}, and would replace what {adapter_name!r} has learnt. "
+                    "If this is load_best_model_at_end of transformers, it knows only an expert called 'default': the "
+                    f"checkpoint has a folder {adapter_name!r}, which model.load_adapter(folder, {adapter_name!r}) "
+                    f"loads. To make a copy of {other!r}, delete {adapter_name!r} first."
+                )
         except ValueError:
             if isinstance(model, PeftModel) and layer.is_untrained(adapter_name):  # made for what is refused
                 tuner: Any = model.base_model

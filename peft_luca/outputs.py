@@ -51,7 +51,7 @@ class Outputs(NamedTuple):
         if self.id2label is None or not hasattr(config, "id2label"):
             return
         config.id2label = dict(self.id2label)
-        config.label2id = None if self.label2id is None else dict(self.label2id)
+        config.label2id = dict(self.label2id or {name: i for i, name in self.id2label.items()})
         config.problem_type = self.problem_type
         if hasattr(model, "num_labels"):
             model.num_labels = len(self.id2label)

@@ -182,8 +182,8 @@ class ClassStatistics:
         except (InvalidExpertError, _Refused) as error:
             own = f"{path} does not hold the statistics of an expert: {error}."
             raise InvalidExpertError(
-                f"{error if isinstance(error, InvalidExpertError) else own} Get the file from the expert's owner again, "
-                "or use a router that needs none, such as 'entropy'."
+                f"{error if isinstance(error, InvalidExpertError) else own} Get the file from the expert's owner "
+                "again, or use a router that needs none, such as 'entropy'."
             ) from error
         return cls(
             classes,

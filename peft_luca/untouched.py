@@ -38,6 +38,9 @@ class Untouched(NamedTuple):
         if self.peft_config is not None:
             model.peft_config = self.peft_config
         self.outputs.apply(model)
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "label2id"):
+            config.label2id = self.outputs.label2id  # which a config may lack
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in self.trainable)
         for name, module in model.named_modules():

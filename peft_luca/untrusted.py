@@ -232,8 +232,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise InvalidExpertError(f"{path} is not a manifest of experts: it needs 'experts', a list, and 'router'.")
     if manifest.get("format") != MANIFEST_FORMAT:
         raise InvalidExpertError(
-            f"{path} has format {show(manifest.get('format'))}, and this version of peft_luca reads "
-            f"{MANIFEST_FORMAT}."
+            f"{path} has format {show(manifest.get('format'))}, and this version of peft_luca reads {MANIFEST_FORMAT}."
         )
     if not experts:
         raise InvalidExpertError(f"{path} is empty: it names no experts.")

@@ -132,8 +132,15 @@ def test_set_adapter_refuses_what_is_not_there_and_several_at_once() -> None:
         model.set_adapter("rocks")
     with pytest.raises(ValueError, match=r"there is no expert 'rocks'\. The model has animals, trees"):
         model.base_model.set_adapter("rocks")
+    for names in (["animals", "trees"], ["animals"]):  # PEFT's own verb takes no list
+        with pytest.raises(ValueError, match=r"one expert is active at a time, got .* Use set_router"):
+            model.set_adapter(names)
     with pytest.raises(ValueError, match=r"one expert is active at a time, got .* Use set_router"):
         model.base_model.set_adapter(["animals", "trees"])
+    for known in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(ValueError, match="one expert is active at a time"):
+            known.set_adapter(["animals"])
+        assert known.active_adapters == ["animals"]
 
 
 @several

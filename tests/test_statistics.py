@@ -5,13 +5,16 @@ import json
 import math
 import os
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
+from conftest import make_model, pixels
 from safetensors.torch import load_file, save_file
 
 from peft_luca import InvalidExpertError
 from peft_luca.closed_form import Gaussian, Prototype, Ridge
+from peft_luca.routing import entropy
 from peft_luca.statistics import STATISTICS_NAME, ClassStatistics, pool, unit_features
 
 
@@ -130,7 +133,9 @@ def saved(tmp_path):
     def spoil(about=about, **changes):
         changed = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
         metadata = about if about is None else {"statistics": about if isinstance(about, str) else json.dumps(about)}
-        save_file({name: tensor.contiguous() for name, tensor in changed.items()}, tmp_path / STATISTICS_NAME, metadata)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in changed.items()}, tmp_path / STATISTICS_NAME, metadata
+        )
         return tmp_path
 
     return tensors, spoil
@@ -354,3 +359,32 @@ def test_what_the_background_explains_better_is_not_known(classifier):
     total = torch.cat([scores, background[:, None]], 1).div(2.0).softmax(1)[:, :-1].sum(1)
     torch.testing.assert_close(made.log_known(test).exp(), total, rtol=1e-2, atol=1e-2)
     assert made.log_known(x).exp().mean() > made.log_known(images(seed=9)[0]).exp().mean()
+
+
+@pytest.mark.parametrize("router", ["gaussian", "prototype", "hybrid", "ridge"])
+@pytest.mark.parametrize("noise", [0.0, 1e-9, 1e-6])
+def test_the_same_image_again_and_again_gives_finite_answers(router, noise):
+    model = make_model({"t": ["a", "b"]})
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(2, 32, generator=generator).repeat(10, 1) + noise * torch.randn(20, 32, generator=generator)
+    model.collect_statistics("t", z, torch.arange(20) % 2, random_features=16)
+    model.set_router(router)
+    answer = model.route(pixels(4))
+    assert answer.logits.isfinite().all()
+    assert answer.confidence.isfinite().all()
+
+
+@pytest.mark.parametrize("change", [{"means": 1e40}, {"factors": 1e200}, {"counts": math.nan}])
+def test_statistics_of_which_no_classifier_can_be_made_say_so_and_the_router_stays(change):
+    model = make_model({"t": ["a", "b"]})
+    z = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+    sound = model.collect_statistics("t", z, torch.arange(20) % 2)
+    ((name, by),) = change.items()
+    value = getattr(sound, name)
+    spoilt = tuple(factor * by for factor in value) if name == "factors" else value * by
+    model.base_model.layer.statistics["t"] = replace(sound, **{name: spoilt})
+    model.set_router("entropy")
+    with pytest.raises(InvalidExpertError, match=r"no classifier can be made .* such as 'entropy'"):
+        model.set_router("gaussian")
+    assert model.base_model.layer.router is entropy
+    assert model.route(pixels(2)).logits.isfinite().all()
