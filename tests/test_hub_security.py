@@ -302,6 +302,9 @@ def test_the_shapes_that_are_asked_for_are_those_that_are_saved(tmp_path, arrang
             "router must have a name and simple options",
         ),
         ({"router": 3}, "router must have a name and simple options"),
+        ({"router": {"name": "gaussian", "options": {"temperature": 1e-30}}}, "with numbers of usual size"),
+        ({"router": {"name": "gaussian", "options": {"volume": -1e9}}}, "with numbers of usual size"),
+        ({"router": {"name": "gaussian", "options": {"volume": 10**400}}}, "with numbers of usual size"),
         ({"format": "1"}, "has format '1', and this version of peft_luca reads 1"),
     ],
 )

@@ -366,6 +366,18 @@ def test_a_file_that_is_not_the_one_the_hub_named(hub, model):
     assert not [name for name, _ in base.named_modules() if "luca" in name]
 
 
+def test_statistics_that_are_not_those_the_hub_named(hub):
+    push(with_statistics())
+    loaded = load_experts(make_vit(), "owner/two")
+    (part,) = (part for name, part in loaded.base_model.layer.statistics.items() if name == "alpha")
+    path = (part / "statistics.safetensors").resolve()
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(InvalidExpertError, match=r"statistics.safetensors is not the file that the Hub has"):
+        loaded.set_router("gaussian")
+    assert loaded.base_model.layer.router is None
+
+
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
 def test_a_truncated_file(hub, model, keep):
     push(model)

@@ -2,13 +2,15 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
 from conftest import make_model, make_vit
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 
-from peft_luca import LucaConfig, load_expert, load_experts, save_expert, save_experts
+from peft_luca import InvalidExpertError, LucaConfig, load_expert, load_experts, save_expert, save_experts
 
 
 def state(model):
@@ -106,3 +108,22 @@ def test_a_model_that_was_refused_an_expert_takes_a_good_one(folder):
         load_expert(make_vit(), folder / "good")(torch.ones(1, 3, 16, 16)).logits,
     )
     assert not loaded.training
+
+
+@pytest.mark.parametrize("content", [None, b"x" * 100])
+def test_pefts_own_reading_of_a_broken_file_leaves_the_base_wrapped(folder, tmp_path, content):
+    """PEFT wraps the base before it looks at the weights, and tells the tuner nothing: SECURITY.md says so."""
+    shutil.copytree(folder / "good", tmp_path / "broken")
+    (tmp_path / "broken" / "adapter_model.safetensors").unlink()
+    if content is not None:
+        (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(content)
+    model = make_vit()
+    with pytest.raises((OSError, ValueError, SafetensorError)):
+        PeftModel.from_pretrained(model, tmp_path / "broken")
+    assert [name for name, _ in model.named_modules() if "luca" in name]
+    for load in (load_expert, load_experts):
+        clean = make_vit().train()
+        before = state(clean)
+        with pytest.raises(InvalidExpertError):
+            load(clean, tmp_path / "broken")
+        assert_same_state(clean, before)
