@@ -494,6 +494,13 @@ def _check_push(
     sound = isinstance(ids, Iterable) and all(isinstance(name, str) and name for name in ids)
     check("datasets", datasets, "ids of datasets on the Hub", object, sound)
     check("results", results, "what a run's results.json holds", (Mapping, type(None)))
+    if results is not None:
+        check("tasks in results", results.get("tasks", []), "a list", list)
+        try:
+            json.dumps(results, allow_nan=False)
+            collection_figures(results)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"results must be what a run's results.json holds: {error}.") from error
 
 
 def _router_entry(tuner: LucaModel) -> dict[str, Any] | None:

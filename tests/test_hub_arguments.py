@@ -182,6 +182,9 @@ def test_list_experts(arguments, message):
         ({"datasets": 3}, "datasets must be ids of datasets on the Hub, got 3"),
         ({"datasets": [3]}, r"datasets must be ids of datasets on the Hub, got \[3\]"),
         ({"results": [1]}, r"results must be what a run's results.json holds, got \[1\]"),
+        ({"results": {"tasks": None}}, "tasks in results must be a list, got None"),
+        ({"results": {"last_accuracy": "x"}}, "results must be what a run's results.json holds: could not convert"),
+        ({"results": {"last_accuracy": float("nan")}}, "results must be what .* holds: Out of range float values"),
     ],
 )
 def test_pushing(model, arguments, message):

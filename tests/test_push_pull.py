@@ -247,6 +247,20 @@ def test_names_that_an_expert_cannot_have(hub, model):
     assert list(load_experts(make_vit(), ["owner/luca-birds"]).experts) == ["expert-luca-birds"]
 
 
+def test_the_clients_other_calls_find_what_was_pushed(hub, model):
+    commit = push(model)
+    api = HfApi()
+    api.create_tag("owner/two", tag="v1")
+    refs, about = api.list_repo_refs("owner/two"), api.model_info("owner/two")
+    assert api.whoami()["name"] == "owner"
+    assert {ref.name: ref.target_commit for ref in refs.branches + refs.tags} == {"main": commit.oid, "v1": commit.oid}
+    assert about.sha == commit.oid
+    assert {"luca", "continual-learning", "class:a", f"base_model:{BASE}"} <= set(about.tags)
+    assert sorted(api.list_repo_files("owner/two")) == sorted(hub.repos["owner/two"].files)
+    path = api.hf_hub_download("owner/two", "alpha/adapter_config.json", revision="v1")
+    assert Path(path).read_bytes() == hub.repos["owner/two"].files["alpha/adapter_config.json"]
+
+
 # ---- revisions, private and gated repositories -----------------------------------------------------------------
 
 
