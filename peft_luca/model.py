@@ -25,19 +25,19 @@ from .statistics import DEFAULT_RANK, ClassStatistics
 from .untouched import Untouched
 
 
-ONE_ACTIVE = (
-    "one expert is active at a time, got {}. Use set_router('entropy') to ask all experts and let the most certain "
-    "one answer each image, or name one expert by a string."
-)
-
-
 class _Configs(dict[str, LucaConfig]):
-    """The experts' configs. `PeftModel.set_adapter` looks an expert up here before it asks the tuner."""
+    """The experts' configs. PEFT's verbs look experts up here before they ask the tuner."""
 
     def __contains__(self, name: object) -> bool:
-        if isinstance(name, list):
-            raise ValueError(ONE_ACTIVE.format(name))
+        if isinstance(name, (list, set, dict)):
+            raise ValueError(
+                f"an expert is named by a string, got {name!r}. One expert is active at a time: use "
+                "set_router('entropy') to ask all experts and let the most certain one answer each image."
+            )
         return super().__contains__(name)
+
+    def __missing__(self, name: object) -> LucaConfig:
+        raise KeyError(f"there is no expert {name!r}. The model has {', '.join(self)}.")
 
 
 class LucaModel(BaseTuner):
@@ -168,13 +168,29 @@ class LucaModel(BaseTuner):
         """
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         if len(names) > 1:
-            raise ValueError(ONE_ACTIVE.format(names))
+            raise ValueError(
+                f"one expert is active at a time, got {names}. Use set_router('entropy') to ask all experts and let "
+                "the most certain one answer each image."
+            )
         if not set(names) <= set(self.peft_config):
             raise ValueError(f"there is no expert {names[0]!r}. The model has {', '.join(self.peft_config)}.")
         super().set_adapter(adapter_name, inference_mode=inference_mode)
         if self.targeted_module_names:
             self.layer.router, self.layer.router_options = None, {}
             self._follow_outputs()
+
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+        """
+        Let experts be trained, or freeze them, without making them active.
+
+        Raises:
+            ValueError: there is no such expert.
+        """
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        unknown = [name for name in names if name not in self.experts]
+        if unknown:
+            raise ValueError(f"there is no expert {unknown[0]!r}. The model has {', '.join(self.experts)}.")
+        super().set_requires_grad(names, requires_grad)
 
     def delete_adapter(self, adapter_name: str) -> None:
         """
@@ -220,7 +236,8 @@ class LucaModel(BaseTuner):
                 "adapter_names has '__base__', but the base model's own head knows other classes than the experts do, "
                 "so that one batch cannot hold both answers. Run those images within `model.disable_adapter()`."
             )
-        unknown = sorted(set(adapter_names) - set(self.experts))
+        wanted = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        unknown = sorted({str(name) for name in wanted if not isinstance(name, str) or name not in self.experts})
         if unknown:
             raise ValueError(
                 f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}. The model has "
@@ -278,7 +295,11 @@ class LucaModel(BaseTuner):
     def layer(self) -> LucaLayer:
         """The layer that holds the experts."""
         layer = self.model.get_submodule(self.targeted_module_names[0])
-        assert isinstance(layer, LucaLayer)
+        if not isinstance(layer, LucaLayer):
+            raise RuntimeError(
+                "this model has no experts any more: unload() has taken them off. Go on with the backbone that it "
+                "returned, or put experts onto that with get_peft_model or load_experts."
+            )
         return layer
 
     @property
