@@ -225,7 +225,7 @@ def _wanted(header: Mapping[str, Any]) -> Wanted:
         entry = header.get(name)
         shape = entry.get("shape") if isinstance(entry, dict) else None
         found = shape[-1 if name == "means" else 0] if isinstance(shape, list) and shape else None
-        if type(found) is not int or found < 0:
+        if type(found) is not int or found < (name != "factors"):  # no class needs a factor
             raise _Refused(f"its {name} has the shape {show(shape)}")
         return found
 
@@ -253,16 +253,19 @@ def _check_numbers(tensors: Mapping[str, Tensor]) -> None:
     if not ((counts >= 1) & (counts <= MAX_IMAGES) & (counts == counts.round())).all():
         raise _Refused(f"counts must be whole numbers from 1 to {MAX_IMAGES:.0e}, got {show(counts[:5].tolist())}")
     n, d = len(tensors["factors"]), means.shape[1]
-    if not ((rows >= 0) & (rows <= n) & (rows < counts)).all() or int(rows.sum()) != n:
+    # No scatter has more rows: a classifier's memory grows with their square.
+    if not ((rows >= 0) & (rows <= min(n, d)) & (rows < counts)).all() or int(rows.sum()) != n:
         raise _Refused(
-            f"factor_rows must be from 0 to below the classes' counts, and {n} together, got {show(rows[:5].tolist())}"
+            f"factor_rows must be from 0 to {d}, below the classes' counts, and {n} together, got "
+            f"{show(rows[:5].tolist())}"
         )
     if not (means.norm(dim=1) <= 1 + TOLERANCE).all():
         raise _Refused("means must be those of features of length 1, and some are longer")
     if not (tensors["remainder"] >= 0).all() or not ((tensors["errors"] >= 0) & (tensors["errors"] <= 1.01)).all():
         raise _Refused("remainder must not be below 0, and errors must be from 0 to 1")
     owner = torch.repeat_interleave(rows)
-    spread = tensors["remainder"].double().sum(dim=1).index_add_(0, owner, tensors["factors"].double().square().sum(1))
+    lengths = torch.linalg.vector_norm(tensors["factors"], dim=1).double()
+    spread = tensors["remainder"].double().sum(dim=1).index_add_(0, owner, lengths.square())
     if not (spread <= counts * (1 + TOLERANCE)).all():
         raise _Refused("factors and remainder spread wider than features of length 1 can")
     if "gram" in tensors:

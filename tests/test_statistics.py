@@ -169,7 +169,11 @@ def test_refuses_a_file_whose_tensors_are_not_those_of_statistics(saved, name):
         ("counts", lambda t: t - 1, "counts must be whole numbers from 1 to"),
         ("counts", lambda t: t + 0.5, "counts must be whole numbers from 1 to"),
         ("counts", lambda t: t * 1e13, "counts must be whole numbers from 1 to"),
-        ("factor_rows", lambda t: t - 5, "factor_rows must be from 0 to below the classes' counts, and 13 together"),
+        (
+            "factor_rows",
+            lambda t: t - 5,
+            "factor_rows must be from 0 to 12, below the classes' counts, and 13 together",
+        ),
         ("factor_rows", lambda t: t.roll(1), "factor_rows must be from 0"),
         ("factor_rows", lambda t: t + 2**62, "factor_rows must be from 0"),
         ("means", lambda t: t * 2, "means must be those of features of length 1"),
@@ -209,6 +213,19 @@ def test_refuses_numbers_that_no_features_have(saved, name, change, message):
 def test_refuses_a_header_that_says_nothing_sound(saved, about, message):
     with pytest.raises(InvalidExpertError, match=message):
         ClassStatistics.load(saved[1](about))
+
+
+def test_refuses_more_rows_than_there_are_dimensions(saved):
+    """Of which a classifier would need memory by their square, or, of no dimensions, any number in no bytes."""
+    tensors, spoil = saved
+    counts = torch.tensor([100, 9, 14, 2, 1]).double()
+    rows = torch.tensor([D + 1, 0, 0, 0, 0])
+    with pytest.raises(InvalidExpertError, match="factor_rows must be from 0 to 12, below the classes' counts"):
+        ClassStatistics.load(spoil(counts=counts, factor_rows=rows, factors=torch.zeros(D + 1, D)))
+    rows[0], counts[0] = 10**9, 10**10
+    nothing = {"means": tensors["means"][:, :0], "remainder": tensors["remainder"][:, :0]}
+    with pytest.raises(InvalidExpertError, match=r"its means has the shape \[5, 0\]"):
+        ClassStatistics.load(spoil(counts=counts, factor_rows=rows, factors=torch.zeros(10**9, 0), **nothing))
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 7, b"\xff" * 100, b"{}" * 50])
