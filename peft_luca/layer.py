@@ -154,6 +154,8 @@ class LucaLayer(nn.Module, BaseTunerLayer):
     def is_untrained(self, adapter_name: str) -> bool:
         """Whether an expert is as it was made: no optimizer leaves σ, or a linear head's bias, where it was."""
         config = self.configs[adapter_name]
+        if self.luca_class_rows[adapter_name].is_meta:
+            return True
         if config.head == "linear":
             return not bool(self.luca_class_bias[adapter_name].any())
         scale = self.luca_scale[adapter_name].detach()

@@ -512,8 +512,9 @@ class LucaModel(BaseTuner):
                 )
             check_backbone(model, config, adapter_name, state_dict)
             check_same_reference(layer, adapter_name, state_dict)
-            other = layer.twin(adapter_name, {key: remapped[f"{path}.{key}"] for key in expected})
-            if other is not None and not layer.is_untrained(adapter_name):
+            tensors = {key: remapped[f"{path}.{key}"] for key in expected}
+            other = None if layer.is_untrained(adapter_name) else layer.twin(adapter_name, tensors)
+            if other is not None:
                 raise ValueError(
                     f"these are the weights of expert {other!r}, and would replace what {adapter_name!r} has learnt. "
                     "If this is load_best_model_at_end of transformers, it knows only an expert called 'default': the "

@@ -98,6 +98,20 @@ def test_a_model_is_as_it_was(folder, make, failure, train):
         assert router == (None, {}) if make is running else router[1] == {"temperature": 2.0}
 
 
+@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter:UserWarning")
+def test_on_the_meta_device_too(folder):
+    """PEFT makes the weights there with low_cpu_mem_usage=True, where none can be looked at."""
+    model = make_vit().train()
+    before = state(model)
+    with pytest.raises(ValueError, match="was trained on the backbone"):
+        PeftModel.from_pretrained(model, folder / "other", low_cpu_mem_usage=True)
+    assert_same_state(model, before)
+    loaded = PeftModel.from_pretrained(make_vit(), folder / "good", low_cpu_mem_usage=True)
+    loaded.load_adapter(folder / "good", "second", low_cpu_mem_usage=True)
+    rows = loaded.base_model.layer.luca_class_rows
+    assert torch.equal(rows["default"], rows["second"])
+
+
 def test_a_model_that_was_refused_an_expert_takes_a_good_one(folder):
     model = make_vit().train()
     with pytest.raises(ValueError, match="was trained on the backbone"):
