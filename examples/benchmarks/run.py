@@ -1,0 +1,148 @@
+"""
+One row of the table: a method on a stream, over several seeds, each of which decides the class order and the training.
+
+    python examples/benchmarks/run.py examples/benchmarks/configs/digits.json --method luca
+    python examples/benchmarks/run.py examples/benchmarks/configs/digits.json       # every row of a config
+    python examples/benchmarks/run.py --all                                         # every row that needs no network
+    python examples/benchmarks/run.py --method luca --name birds --dataset path/to/birds --increment 10
+
+A config holds defaults of the arguments below; what stands on the command line wins. Writes
+results/<name>/<method>.json. examples/benchmarks/report.py makes the tables of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import datasets
+import torch
+from bench import Bench, StreamArguments, measure
+from environment import write_results
+from methods import METHODS
+from transformers import HfArgumentParser
+from transformers.utils import logging
+
+
+HERE = Path(__file__).parent
+# What a config says about itself, for a person.
+NOTES = ("offline", "rows", "source", "note")
+
+
+@dataclass
+class RowArguments(StreamArguments):
+    """Which method, how often, and where the figures go."""
+
+    name: str = field(default="", metadata={"help": "Name of the stream; by default the data set's."})
+    method: str = field(default="luca", metadata={"help": "What learns.", "choices": list(METHODS)})
+    seeds: list[int] = field(
+        default_factory=lambda: [1993, 0, 1, 2, 3], metadata={"help": "Of class order and training."}
+    )
+    settings: str = field(default="{}", metadata={"help": "Attributes of the method, as JSON."})
+    results: str = field(default=str(HERE / "results"), metadata={"help": "Folder of the results."})
+
+
+def arguments_of(config: dict[str, Any]) -> list[str]:
+    """A config as it would stand on the command line."""
+    found: list[str] = []
+    for name, value in config.items():
+        if name in NOTES or value is None:
+            continue
+        found.append(f"--{name}")
+        found += [str(v) for v in value] if isinstance(value, list) else [value if isinstance(value, str) else json.dumps(value)]
+    return found
+
+
+def parse(arguments: list[str]) -> RowArguments:
+    (args,) = HfArgumentParser(RowArguments).parse_args_into_dataclasses(arguments)
+    args.name = args.name or Path(args.dataset).name
+    return args
+
+
+def run_row(args: RowArguments, bench: Bench, command: str) -> None:
+    """Every seed, written down as soon as it is measured."""
+    method, settings = METHODS[args.method], json.loads(args.settings)
+    unknown = [name for name in settings if not hasattr(method, name)]
+    if unknown:
+        raise SystemExit(f"{args.method} has no {', '.join(unknown)} to set.")
+    method = type(method.__name__, (method,), settings)
+    path = Path(args.results) / args.name / f"{args.method}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seeds: list[dict[str, Any]] = []
+    for seed in args.seeds:
+        seeds.append({"seed": seed, **measure(method, bench, seed)})
+        write_results(
+            str(path),
+            command=command,
+            stream=stream_of(args, bench),
+            method=args.method,
+            summary=summary_of(seeds),
+            seeds=seeds,
+        )
+        print(f"{args.name}, {args.method}, seed {seed}: A_B {seeds[-1]['last_accuracy']:.3f}", flush=True)
+
+
+def stream_of(args: RowArguments, bench: Bench) -> dict[str, Any]:
+    stream = bench.stream(args.seeds[0])
+    return {
+        "model": Path(args.model).name,
+        "dataset": Path(args.dataset).name,
+        "classes": len(bench.classes),
+        "tasks": [len(task.classes) for task in stream],
+        "train_images": sum(len(f) for (_, split), f in bench.features.items() if split == "train"),
+        "test_images": sum(len(f) for (_, split), f in bench.features.items() if split == "test"),
+    }
+
+
+def summary_of(seeds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and deviation over the seeds of every figure, and of every stage's."""
+    summary: dict[str, Any] = {}
+    for name, first in seeds[0].items():
+        values = [row[name] for row in seeds]
+        if name in ("seed", "per_task_accuracy") or first is None:
+            continue
+        if isinstance(first, list):
+            summary[name] = [
+                None if any(v is None for v in stage) else round(mean(stage), 4) for stage in zip(*values, strict=True)
+            ]
+        else:
+            summary[name] = {
+                "mean": round(mean(values), 4), "deviation": round(stdev(values), 4) if len(values) > 1 else None
+            }
+    return summary
+
+
+def main() -> None:
+    logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", message="Adapter|lbfgs|The least populated class|.*is_gradient_checkpointing")
+    torch.set_num_threads(1)
+    given = sys.argv[1:]
+    configs: list[Path | None] = [None]
+    if given and given[0].endswith(".json"):
+        configs = [Path(given.pop(0))]
+    elif "--all" in given:
+        given.remove("--all")
+        configs = [c for c in sorted((HERE / "configs").glob("*.json")) if json.loads(c.read_text()).get("offline")]
+    for path in configs:
+        config = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+        rows = config.get("rows", {})
+        chosen = [None] if "--method" in given or not rows else list(rows)
+        bench = None
+        for method in chosen:
+            name = method or parse([*arguments_of(config), *given]).method
+            of_row = arguments_of(rows.get(name, {}))
+            own = [] if method is None else ["--method", method]
+            args = parse([*arguments_of(config), *of_row, *own, *given])
+            bench = bench or Bench(args)
+            place = [] if path is None else [f"examples/benchmarks/configs/{path.name}"]
+            run_row(args, bench, " ".join(["python examples/benchmarks/run.py", *place, *own, *given]))
+
+
+if __name__ == "__main__":
+    main()
