@@ -7,6 +7,7 @@ gives label ids and, where there are experts, who answered; `answer_known(test, 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from bench import Bench, Part
 from peers import Lora, SequentialLora
-from routing import RANPAC_WIDTH, ranpac
+from routing import RANPAC_WIDTH, fit_ranpac
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import LogisticRegression, LogisticRegressionCV
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ class Luca:
     joint, passes_itself = False, False
     router = "entropy"
     training: dict[str, Any] = {}  # noqa: RUF012
+    config: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, bench: Bench, stream: Any, ids: tuple[str, ...], seed: int) -> None:
         self.bench, self.stream, self.ids = bench, stream, ids
@@ -55,7 +57,7 @@ class Luca:
             bench.model,
             ContinualTrainingArguments(self.folder.name, **settings),
             stream,
-            LucaConfig() if bench.reference[0] is not None else LucaConfig(reference=False),
+            LucaConfig(**({} if bench.reference[0] is not None else {"reference": False}), **self.config),
             bench.processor,
         )
         self.trainer.bench = bench
@@ -111,8 +113,8 @@ class JointLuca(Luca):
 
 class ClosedForm:
     """
-    What is computed anew from all images seen. Features are kept here in place of the sums that would do, whose size
-    `bytes` counts.
+    What is computed anew, after each task, from all images seen. Features are kept here in place of the sums that
+    would do, whose size `bytes` counts.
     """
 
     joint, passes_itself = False, False
@@ -124,16 +126,14 @@ class ClosedForm:
     def learn(self, task: Any, train: Part) -> None:
         self.x = torch.cat([self.x, self.bench.unit(train.features)])
         self.y = torch.cat([self.y, train.labels])
+        self.scores = self.fit(self.x, self.y)
+
+    def fit(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
+        """What scores the classes seen: (images, d) → (images, classes)."""
+        raise NotImplementedError
 
     def answer(self, test: Part) -> tuple[Tensor, Tensor | None]:
         return self.scores(self.bench.unit(test.features)).argmax(1), None
-
-    def scores(self, z: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    @property
-    def means(self) -> Tensor:
-        return torch.stack([self.x[self.y == k].mean(0) for k in range(int(self.y.max()) + 1)])
 
     def parameters(self) -> int:
         return len(self.ids) * self.bench.width
@@ -148,18 +148,20 @@ class ClosedForm:
 class SimpleCil(ClosedForm):
     """The nearest class mean, by cosine."""
 
-    def scores(self, z: Tensor) -> Tensor:
-        return z @ F.normalize(self.means, dim=1).T
+    def fit(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
+        means = F.normalize(torch.stack([x[y == k].mean(0) for k in range(int(y.max()) + 1)]), dim=1)
+        return lambda z: z @ means.T
 
 
 class Lda(ClosedForm):
     """Linear discriminants of class means and one shrunk covariance, every class as likely."""
 
-    def scores(self, z: Tensor) -> Tensor:
-        classes = int(self.y.max()) + 1
-        lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=np.full(classes, 1 / classes))
-        scores = lda.fit(self.x.numpy(), self.y.numpy()).decision_function(z.numpy())
-        return torch.from_numpy(scores if scores.ndim == 2 else np.stack([-scores, scores], axis=1))
+    def fit(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
+        if y.max() == 0:
+            return lambda z: torch.zeros(len(z), 1)  # one class so far
+        uniform = np.full(int(y.max()) + 1, 1 / (int(y.max()) + 1))
+        lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=uniform).fit(x.numpy(), y.numpy())
+        return lambda z: torch.from_numpy(lda.predict_log_proba(z.numpy()))
 
     def bytes(self) -> int:
         return 4 * (self.parameters() + self.bench.width**2)
@@ -168,8 +170,8 @@ class Lda(ClosedForm):
 class RanPac(ClosedForm):
     """Ridge regression on 10,000 random ReLU features."""
 
-    def scores(self, z: Tensor) -> Tensor:
-        return ranpac(self.x, self.y, z, self.seed)
+    def fit(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
+        return fit_ranpac(x, y, self.seed)
 
     def parameters(self) -> int:
         return len(self.ids) * RANPAC_WIDTH
