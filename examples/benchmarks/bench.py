@@ -45,7 +45,9 @@ class StreamArguments:
     label_column: str = field(default="label", metadata={"help": "Column of the labels."})
     train_split: str = field(default="train", metadata={"help": "Split to learn from."})
     test_split: str | None = field(default=None, metadata={"help": "Split to measure on: test, else validation."})
-    test_size: float | None = field(default=None, metadata={"help": "Share held out, if there is no test split; 0 for none."})
+    test_size: float | None = field(
+        default=None, metadata={"help": "Share held out, if there is no test split; 0 for none."}
+    )
     increment: int | None = field(default=None, metadata={"help": "Classes per task."})
     init_classes: int | None = field(default=None, metadata={"help": "Classes of the first task, if another number."})
     class_order: str = field(

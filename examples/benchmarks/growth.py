@@ -106,13 +106,15 @@ def look(trainer: DrawnTrainer, args: GrowthArguments, folder: Path, pass_: floa
         output = layer.route(z)
         routing = (time.process_time() - started) / len(z)
         figures |= {
-            f"{router} accuracy": round(float((torch.tensor(names)[output.logits.argmax(1)] == chosen).double().mean()), 4),
+            f"{router} accuracy": round(
+                float((torch.tensor(names)[output.logits.argmax(1)] == chosen).double().mean()), 4
+            ),
             f"{router} routing accuracy": round(float((output.expert == owner[chosen]).double().mean()), 4),
             f"{router} made ready, seconds": round(ready, 3),
             f"{router} milliseconds per image": round(1000 * routing, 4),
             f"{router} passes per image": round(routing / pass_, 4),
         }
-    tensors = {id(t): t for t in (*layer.parameters(), *layer.buffers())}.values()
+    tensors = [t for name, t in layer.state_dict().items() if not name.startswith("base_layer.")]
     return figures | {
         "experts in memory, bytes": sum(t.numel() * t.element_size() for t in tensors),
         "statistics in memory, bytes": sum(part.nbytes for part in layer.statistics.values()),
@@ -124,12 +126,12 @@ def look(trainer: DrawnTrainer, args: GrowthArguments, folder: Path, pass_: floa
     }
 
 
-def main() -> None:
-    (args,) = HfArgumentParser(GrowthArguments).parse_args_into_dataclasses()
-    logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", message="Adapter|.*is_gradient_checkpointing")
-    torch.set_num_threads(1)
+def parse(arguments: list[str] | None = None) -> GrowthArguments:
+    (args,) = HfArgumentParser(GrowthArguments).parse_args_into_dataclasses(arguments)
+    return args
+
+
+def grow(args: GrowthArguments) -> None:
     bench = Bench(args)
     train = bench.part(bench.stream(0, joint=True)[0], "train", bench.classes)
     assert train is not None
@@ -176,6 +178,14 @@ def main() -> None:
                     milliseconds_of_a_pass=round(1000 * bench.seconds_per_image, 3),
                     rows=rows,
                 )
+
+
+def main() -> None:
+    logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", message="Adapter|.*is_gradient_checkpointing")
+    torch.set_num_threads(1)
+    grow(parse())
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def epoch(model: nn.Module, head: Any, images: torch.Tensor, trunk_learns: bool)
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--images", type=int, default=32)
+    parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "layerwise.json"))

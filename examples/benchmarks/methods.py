@@ -1,7 +1,8 @@
 """
 Methods that learn from [CLS], each in the fewest lines. A method is made of a `Bench`, the stream that it learns, the
-classes in the order of their ids, and a seed. `learn(task, train)` is called for one task after another; `answer(test)`
-gives label ids and, where there are experts, who answered; `answer_known(test, t)` is what the t-th expert alone says.
+classes in the order of their ids, and a seed. `learn(task, train)` is called for one task after another;
+`answer(test)` gives label ids and, where there are experts, who answered; `answer_known(test, t)` is what the t-th
+expert alone says.
 """
 
 from __future__ import annotations

@@ -118,6 +118,7 @@ class LayerAdapter(nn.Module):
         super().__init__()
         self.down, self.up = nn.Linear(width, bottleneck), nn.Linear(bottleneck, width)
         nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
 
     def forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output

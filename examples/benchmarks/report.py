@@ -148,23 +148,31 @@ def growth_tables(growth: dict[str, Any]) -> str:
     paper = ["experts", "classes", "`entropy`, passes", "`gaussian`, passes", "`gaussian` ready, min"]
     paper += ["experts, GiB", "statistics, GiB", "`results.json`, GiB"]
     ends = ends_of(last)
-    return f"""Experts of {growth["classes_each"]} classes each, taught and saved by `ContinualTrainer` one after another: {growth["images"]} drawn
-[CLS] a class, {growth["width"]} wide. A class's mean is drawn from a Gaussian with the covariance of the class means of
-{growth["covariances_of"]}, an image from a Gaussian around it with the covariance within its classes. {growth["tests"]} test images
-of classes drawn from all; passes of `{growth["model"]}`; sizes on disk (`results/growth.json`).
+    return f"""\
+Experts of {growth["classes_each"]} classes each, taught and saved by `ContinualTrainer` one after another from
+{growth["images"]} drawn [CLS] a class, {growth["width"]} wide. A class's mean is drawn from a Gaussian with the
+covariance of the class means of {growth["covariances_of"]}, an image from a Gaussian around it with the covariance
+within its classes. {growth["tests"]} test images of classes drawn from all; passes of `{growth["model"]}`; sizes on
+disk; times are processor time (`results/growth.json`).
 
 {table(head, lines)}
-On paper, from the last row: `entropy` scores every class under every expert, and `results.json` holds the accuracy of every
-task after every task, so that both grow with the square of the number of experts; all else grows with the number.
+On paper, from the last row: `entropy` scores every class under every expert, and `results.json` holds the accuracy of
+every task after every task, so that both grow with the square of the number of experts; all else grows with it.
 
 {table(paper, [at(experts) for experts in (10_000, 100_000)])}
 Where each part becomes the bottleneck, by the same reckoning:
 
-- `entropy` takes as long as the backbone itself from about {count(ends["entropy"])} experts on, `gaussian` from about {count(ends["gaussian"])}.
-- Experts and statistics fill 16 GiB at about {count(ends["memory"])} experts; statistics are {ends["statistics"]:.1f} times as large as the experts.
+- `entropy` takes as long as the backbone itself from about {count(ends["entropy"])} experts on, `gaussian` from about
+  {count(ends["gaussian"])}.
+- Experts and statistics fill 16 GiB at about {count(ends["memory"])} experts; statistics are
+  {ends["statistics"]:.1f} times as large as the experts.
 - Making `gaussian` ready, once after loading, takes a minute from about {count(ends["ready"])} experts on.
-- `results.json` passes 1 GiB at about {count(ends["results"])} experts: a stream as long as that wants fewer measured stages.
-- Accuracy ends first: `entropy` falls from {rows[0]["entropy accuracy"]:.3f} with {rows[0]["experts"]} experts to {last["entropy accuracy"]:.3f} with {count(last["experts"])}, `gaussian` to {last["gaussian accuracy"]:.3f}.
+- `results.json` passes 1 GiB at about {count(ends["results"])} experts, and is written after every task.
+- Learning an expert takes {rows[0]["learning the last experts, seconds each"]:.2f} s with {rows[0]["experts"]}
+  experts and {last["learning the last experts, seconds each"]:.2f} s with {count(last["experts"])}.
+- Accuracy goes from {rows[0]["entropy accuracy"]:.3f} with {rows[0]["experts"]} experts to
+  {last["entropy accuracy"]:.3f} with {count(last["experts"])} by `entropy`, and to {last["gaussian accuracy"]:.3f} by
+  `gaussian`.
 """
 
 
@@ -192,58 +200,72 @@ def layerwise_tables(layerwise: dict[str, Any]) -> str:
     ours = layerwise["passes_of_all_epochs"]
     passes = [[name, f"{value:.2f}", f"{ours[name]:.1f}"] for name, value in layerwise["passes_of_an_epoch"].items()]
     adapter = next(name for name in times if name.startswith("adapter"))
-    return f"""Numbers to learn for one task on a ViT-B/16, the head's {count(768)} a class left out, counted by code (`results/layerwise.json`).
-The paper says about 8 times fewer than layer-wise adapters; an adapter in every block has {times[adapter]:.1f} times LuCA's.
+    epochs = layerwise["epochs"]
+    return f"""\
+Numbers to learn for one task on a ViT-B/16, without the head's {count(768)} a class, counted by code
+(`results/layerwise.json`). The paper says about 8 times fewer than layer-wise adapters; an adapter in every block has
+{times[adapter]:.1f} times LuCA's.
 
 {table(["", "parameters", "times LuCA's"], parameters)}
 Prompt methods are counted, not run. Their pools serve all tasks together and do not grow with them.
 
-Processor time of learning, in passes of the backbone over the train images ({layerwise["images"]} images, median of {layerwise["rounds"]} rounds). The
-adapter's epoch takes {layerwise["adapter_over_released"]:.2f} times that of the released procedure; the paper says about 2.5 times for the whole run. With [CLS]
-kept, as here, {layerwise["epochs"]} epochs take one pass and what the tables above add to it.
+Processor time of learning, in passes of the backbone over the train images ({layerwise["images"]} images, median of
+{layerwise["rounds"]} rounds). The adapter's epoch takes {layerwise["adapter_over_released"]:.2f} times that of the
+released procedure; the paper says about 2.5 times, for the whole run. With [CLS] kept, as here, {epochs} epochs take
+one pass and what the tables above add to it.
 
-{table(["", "one epoch", f"{layerwise['epochs']} epochs"], passes)}"""
+{table(["", "one epoch", f"{epochs} epochs"], passes)}"""
 
 
 def recipes(configs: list[dict[str, Any]]) -> str:
     lines = []
     for config in configs:
-        cut = f"`{config.get('label_column', 'label')}`, {config['increment']} a task"
-        held = f", {config['test_size']:.0%} of `{config.get('train_split', 'train')}` held out" if "test_size" in config else ""
-        split = f"`{config.get('train_split', 'train')}`" + (f", `{config['test_split']}`" if "test_split" in config else held)
+        train, cut = config.get("train_split", "train"), f"{config['increment']} a task"
+        splits = f"`{train}`, `{config['test_split']}`" if "test_split" in config else f"`{train}`"
+        if "test_size" in config:
+            splits += f", {config['test_size']:.0%} held out"
         order = "seed 1993" if config.get("class_order", "seeded") == "seeded" else "of the folders"
-        lines.append([f"`{config['name']}`", f"`{config['dataset']}`", cut, split, order, str(config["image_size"])])
-    return table(["config", "data set", "labels", "splits", "class order", "pixels"], lines)
+        columns = f"`{config['image_column']}`, `{config.get('label_column', 'label')}`"
+        name, size = f"`{config['name']}`", str(config["image_size"])
+        lines.append([name, f"`{config['dataset']}`", columns, cut, splits, order, size])
+    return table(["config", "data set", "columns", "classes", "splits", "class order", "pixels"], lines)
 
 
-PAGE = """# Results, side by side
+PAGE = """\
+# Results, side by side
 
-Made by `examples/benchmarks/report.py` from the files in `examples/benchmarks/results`, each of which has its command, versions, seeds
-and kind of machine. Every image is answered by itself, without being told its task. All methods of a stream see the same images in the
-same order and, where they learn from [CLS], the same vectors: those of the closed forms and linear heads are standardised by the
-[reference](concepts.md) and of length 1.
+Made by `examples/benchmarks/report.py` from the files in `examples/benchmarks/results`, each of which has its command,
+versions, seeds and kind of machine. Every image is answered by itself, without being told its task. All methods of a
+stream see the same images in the same order and, where they learn from [CLS], the same vectors: those of the closed
+forms and linear heads are standardised by the [reference](concepts.md) and of length 1.
 
 ```bash
-python examples/benchmarks/run.py examples/benchmarks/configs/digits.json --method luca      # one row
-python examples/benchmarks/run.py --all                                                     # every row that needs no network
-python examples/benchmarks/run.py --method luca --name mine --dataset path/to/images --increment 10
-python examples/benchmarks/report.py                                                        # this page
+B=examples/benchmarks
+python $B/run.py $B/configs/digits.json --method luca      # one row
+python $B/run.py --all                                     # every row that needs no network
+python $B/run.py --method luca --name mine --dataset path/to/images --increment 10
+python $B/report.py                                        # this page
 ```
 
-The emoji and the backbone `dinov2-small` do not come with the package; take any others with `--dataset` and `--model`.
+The emoji and the backbone `dinov2-small` do not come with the package: take others with `--dataset` and `--model`.
 
 ## Streams
 
-Mean ± deviation over seeds, each of which decides the class order and the training. *Ā*: average incremental accuracy; *A_B*: after the last
-task; *forgetting*: how far tasks fell below their best; *right expert*: share of images answered by their task's expert; *task known*:
-accuracy if that expert answers. *Parameters* and *bytes* are numbers learnt and bytes kept, per task. *Learning* and *answering* are
-processor time in passes of the backbone over the train and the test images. *Italics*: all classes at once, a bound.
+Mean ± deviation over the seeds, each of which decides the class order and the training.
+
+| | |
+|---|---|
+| Ā, A_B | average incremental accuracy, and accuracy after the last task, on all classes seen |
+| forgetting | how far tasks fell below their best |
+| right expert, task known | share of images answered by their own task's expert; accuracy if that expert answers |
+| parameters, bytes | numbers learnt, and bytes kept from one task to the next, per task |
+| learning, answering | processor time in passes of the backbone over the train and the test images |
+
+*Italics*: all classes at once, a bound. One LoRA seed on emoji; LoRA has the values of PEFT's guide and 3 epochs. The
+paper's recipe runs on [CLS] without augmentation here.
 
 {streams}
 ![Accuracy against the number of classes](images/accuracy.png)
-
-A linear head that is trained on one task after another, and LoRA likewise, forget; what has one part a task does not, and is held back by
-who answers. LoRA has the values of PEFT's guide and 3 epochs, with one seed on emoji. The paper's recipe is run on [CLS] without augmentation here.
 
 ## Against methods that move every layer
 
@@ -251,23 +273,22 @@ who answers. LoRA has the values of PEFT's guide and 3 epochs, with one seed on 
 ## Growth
 
 {growth}
-![Growth](images/growth.png)
+![Accuracy and time of routing against the number of experts](images/growth.png)
 
 ## What a module does to [CLS]
 
-t-SNE of the test images of the last task of `{tsne_stream}`, each seen by its own task's expert. Silhouette of the classes, by cosine, before
-t-SNE: {silhouettes} (`results/tsne.json`).
+t-SNE of the test images of the last task of `{tsne_stream}`, each seen by its own task's expert. Silhouette of the
+classes, by cosine, before t-SNE: {silhouettes} (`results/tsne.json`).
 
 ![t-SNE of [CLS], of the adapter alone, and of LuCA](images/tsne.png)
 
 ## Not measured yet
 
-The paper's data sets have their configs, with the paper's hyperparameters and `google/vit-base-patch16-224-in21k`; `source` in each says
-where its id, columns and splits were read. Their loading is tested on small local data sets of the same columns, label types and folders.
-**No figure of them has been measured.**
+The paper's data sets have their configs, with the paper's hyperparameters and the backbone
+`google/vit-base-patch16-224-in21k`; `source` in each says where its id, columns and splits were read. Their loading is
+tested on small local data sets of the same columns, label types and folders. **No figure of them has been measured.**
 
-{recipes}
-"""
+{recipes}"""
 
 
 def page(results: Path, configs: Path) -> str:

@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 
 HERE = Path(__file__).parent
+CONFIGS = HERE / "configs"
 # What a config says about itself, for a person.
 NOTES = ("offline", "rows", "source", "note")
 
@@ -51,10 +52,9 @@ def arguments_of(config: dict[str, Any]) -> list[str]:
     """A config as it would stand on the command line."""
     found: list[str] = []
     for name, value in config.items():
-        if name in NOTES or value is None:
-            continue
-        found.append(f"--{name}")
-        found += [str(v) for v in value] if isinstance(value, list) else [value if isinstance(value, str) else json.dumps(value)]
+        if name not in NOTES:
+            values = value if isinstance(value, list) else [value]
+            found += [f"--{name}", *(v if isinstance(v, str) else json.dumps(v) for v in values)]
     return found
 
 
@@ -112,9 +112,41 @@ def summary_of(seeds: list[dict[str, Any]]) -> dict[str, Any]:
             ]
         else:
             summary[name] = {
-                "mean": round(mean(values), 4), "deviation": round(stdev(values), 4) if len(values) > 1 else None
+                "mean": round(mean(values), 4),
+                "deviation": round(stdev(values), 4) if len(values) > 1 else None,
             }
     return summary
+
+
+def run(given: list[str]) -> None:
+    """What the command line asks for: one row, every row of a config, or all that need no network."""
+    configs: list[Path | None] = [None]
+    if given and given[0].endswith(".json"):
+        configs, given = [Path(given[0])], given[1:]
+    elif "--all" in given:
+        given = [argument for argument in given if argument != "--all"]
+        configs = [path for path in sorted(CONFIGS.glob("*.json")) if read(path)["offline"]]
+    for path in configs:
+        config = {} if path is None else read(path)
+        rows = {} if "--method" in given else config.get("rows", {})
+        bench = None
+        for method in rows or [None]:
+            asked = [] if method is None else ["--method", method]
+            name = parse([*arguments_of(config), *asked, *given]).method
+            of_row = arguments_of(config.get("rows", {}).get(name, {}))
+            args = parse([*arguments_of(config), *of_row, *asked, *given])
+            bench = bench or Bench(args)
+            place = [] if path is None else [f"examples/benchmarks/configs/{path.name}"]
+            run_row(args, bench, " ".join(["python examples/benchmarks/run.py", *place, *asked, *given]))
+
+
+def read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise SystemExit(
+            f"there is no config {path}. There are {', '.join(sorted(map(str, CONFIGS.glob('*.json'))))}."
+        )
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config
 
 
 def main() -> None:
@@ -122,26 +154,7 @@ def main() -> None:
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message="Adapter|lbfgs|The least populated class|.*is_gradient_checkpointing")
     torch.set_num_threads(1)
-    given = sys.argv[1:]
-    configs: list[Path | None] = [None]
-    if given and given[0].endswith(".json"):
-        configs = [Path(given.pop(0))]
-    elif "--all" in given:
-        given.remove("--all")
-        configs = [c for c in sorted((HERE / "configs").glob("*.json")) if json.loads(c.read_text()).get("offline")]
-    for path in configs:
-        config = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
-        rows = config.get("rows", {})
-        chosen = [None] if "--method" in given or not rows else list(rows)
-        bench = None
-        for method in chosen:
-            name = method or parse([*arguments_of(config), *given]).method
-            of_row = arguments_of(rows.get(name, {}))
-            own = [] if method is None else ["--method", method]
-            args = parse([*arguments_of(config), *of_row, *own, *given])
-            bench = bench or Bench(args)
-            place = [] if path is None else [f"examples/benchmarks/configs/{path.name}"]
-            run_row(args, bench, " ".join(["python examples/benchmarks/run.py", *place, *own, *given]))
+    run(sys.argv[1:])
 
 
 if __name__ == "__main__":
