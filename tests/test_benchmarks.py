@@ -268,11 +268,13 @@ def test_a_column_of_paths_or_bytes_becomes_images_when_it_is_named(kind, row, t
         (["--dataset", "no/such-data"], "cannot be loaded.*Needed: a Hub id, a folder"),
         (["--label_column", "labels"], "no column 'labels'; pass label_column, one of"),
         (["--image_column", "photo"], "no column 'photo'; pass image_column"),
+        (["--image_column", "label"], "column 'label' holds .*neither images nor paths"),
         (["--increment", "7"], "increment must be a whole number from 1 to the 6 classes, got 7"),
         (["--test_split", "dev"], "no split 'dev'; it has"),
         (["--test_size", "0.5"], "leave out test_size"),
-        (["--settings", '{"epoch": 3}'], "simplecil has no epoch to set"),
+        (["--increment", "2", "--settings", '{"epoch": 3}'], "simplecil has no epoch to set"),
         (["--method", "probes", "--increment", "1"], "increment of at least 2"),
+        ([], "how are the tasks cut"),
         (["--domain_column", "style"], "no column 'style'; pass domain_column"),
     ],
 )  # fmt: skip
@@ -285,7 +287,9 @@ def test_a_data_set_without_test_images_is_refused_with_what_to_do(row, tmp_path
     make_images().save_to_disk(tmp_path / "train_only")
     with pytest.raises(SystemExit, match=r"no test images. Name their split with --test_split.*--test_size 0.2"):
         row(dataset=tmp_path / "train_only")
-    assert row("--test_size", "0.25", dataset=tmp_path / "train_only")["stream"]["test_images"] == 12
+    assert (
+        row("--test_size", "0.25", "--increment", "2", dataset=tmp_path / "train_only")["stream"]["test_images"] == 12
+    )
 
 
 def test_a_config_that_is_not_there_is_refused_with_those_that_are():

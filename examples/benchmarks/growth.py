@@ -9,7 +9,6 @@ the covariance within its classes, both of the raw [CLS]. Experts are taught and
 from __future__ import annotations
 
 import tempfile
-import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import datasets
 import torch
-from bench import Bench, Part, StreamArguments
+from bench import Bench, Part, StreamArguments, clock
 from environment import write_results
 from memory import memory
 from PIL import Image
@@ -94,22 +93,23 @@ def look(trainer: DrawnTrainer, args: GrowthArguments, folder: Path, pass_: floa
     experts, classes = len(layer.configs), len(trainer.tuner.classes)
     chosen = torch.randint(classes, (args.tests,), generator=torch.Generator().manual_seed(args.seed))
     z = torch.cat([trainer.drawn.images(k, 1, draw) for draw, k in enumerate(chosen.tolist(), start=1)])
+    z = z.to(next(layer.parameters()).device)
     names = [int(name) for name in trainer.tuner.classes]
     owner = torch.tensor([t for t, own in enumerate(trainer.tuner.experts.values()) for _ in own])
     figures: dict[str, Any] = {"experts": experts, "classes": classes}
     for router in ("entropy", "gaussian"):
-        started = time.process_time()
+        started = clock()
         layer.set_router(get_router(router), {})
         layer.route(z[:1])
-        ready = time.process_time() - started
-        started = time.process_time()
+        ready = clock() - started
+        started = clock()
         output = layer.route(z)
-        routing = (time.process_time() - started) / len(z)
+        routing = (clock() - started) / len(z)
         figures |= {
             f"{router} accuracy": round(
-                float((torch.tensor(names)[output.logits.argmax(1)] == chosen).double().mean()), 4
+                float((torch.tensor(names)[output.logits.argmax(1).cpu()] == chosen).double().mean()), 4
             ),
-            f"{router} routing accuracy": round(float((output.expert == owner[chosen]).double().mean()), 4),
+            f"{router} routing accuracy": round(float((output.expert.cpu() == owner[chosen]).double().mean()), 4),
             f"{router} made ready, seconds": round(ready, 3),
             f"{router} milliseconds per image": round(1000 * routing, 4),
             f"{router} passes per image": round(routing / pass_, 4),
@@ -155,9 +155,9 @@ def grow(args: GrowthArguments) -> None:
         trainer.drawn, trainer.images = Drawn(train, args.seed), args.images
         taught: list[float] = []
         for number, task in enumerate(stream, start=1):
-            started = time.process_time()
+            started = clock()
             trainer.train_task(task)
-            taught.append(time.process_time() - started)
+            taught.append(clock() - started)
             if number in args.experts:
                 figures = look(trainer, args, Path(folder), bench.seconds_per_image)
                 trainer.tuner.set_router("entropy")
@@ -168,7 +168,7 @@ def grow(args: GrowthArguments) -> None:
                 write_results(
                     args.output,
                     model=Path(args.model).name,
-                    covariances_of=Path(args.dataset).name,
+                    covariances_of=Path(args.dataset).resolve().name,
                     width=bench.width,
                     classes_each=args.classes_each,
                     images=args.images,

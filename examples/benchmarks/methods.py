@@ -69,14 +69,15 @@ class Luca:
 
     @torch.no_grad()
     def answer(self, test: Part) -> tuple[Tensor, Tensor | None]:
-        routed = self.trainer.tuner.layer.route(test.features)
+        routed = self.trainer.tuner.layer.route(test.features.to(self.bench.device))
         places = torch.tensor([self.ids.index(name) for name in self.trainer.tuner.classes])
-        return places[routed.logits.argmax(1)], None if self.joint else routed.expert
+        return places[routed.logits.argmax(1).cpu()], None if self.joint else routed.expert.cpu()
 
     @torch.no_grad()
     def answer_known(self, test: Part, t: int) -> Tensor:
         own = torch.tensor([self.ids.index(name) for name in self.stream[t].classes])
-        return own[self.trainer.tuner.layer.own_scores(test.features, self.stream[t].name).argmax(1)]
+        z, layer = test.features.to(self.bench.device), self.trainer.tuner.layer
+        return own[layer.own_scores(z, self.stream[t].name).argmax(1).cpu()]
 
     def parameters(self) -> int:
         layer = self.trainer.tuner.layer

@@ -52,7 +52,7 @@ class Lora:
             self.peft.set_adapter(task.name)
         if not self.sequential or not self.heads:
             outputs = len(self.ids) if self.sequential else len(own)
-            self.heads.append(nn.Linear(self.width, outputs))
+            self.heads.append(nn.Linear(self.width, outputs).to(self.bench.device))
             self.classes.append(own)
         if self.sequential:
             self.classes[0] = own = torch.cat([self.classes[0], own]).unique()
@@ -67,7 +67,7 @@ class Lora:
         for _ in range(self.epochs):
             for rows in torch.randperm(len(train)).split(self.batch):
                 logits = head(self.peft(self.bench.pixels(train, rows)).logits)[:, columns]
-                loss = F.cross_entropy(logits, place[train.labels[rows]])
+                loss = F.cross_entropy(logits, place[train.labels[rows]].to(self.bench.device))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -79,7 +79,7 @@ class Lora:
         if not self.sequential:
             self.peft.set_adapter(self.stream[t].name)
         rows = torch.arange(len(test)).split(BATCH)
-        return torch.cat([self.heads[t](self.peft(self.bench.pixels(test, r)).logits) for r in rows])
+        return torch.cat([self.heads[t](self.peft(self.bench.pixels(test, r)).logits).cpu() for r in rows])
 
     def answer(self, test: Part) -> tuple[Tensor, Tensor | None]:
         if self.sequential:

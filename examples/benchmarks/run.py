@@ -60,12 +60,14 @@ def arguments_of(config: dict[str, Any]) -> list[str]:
 
 def parse(arguments: list[str]) -> RowArguments:
     (args,) = HfArgumentParser(RowArguments).parse_args_into_dataclasses(arguments)
-    args.name = args.name or Path(args.dataset).name
+    args.name = args.name or Path(args.dataset).resolve().name
     return args
 
 
 def run_row(args: RowArguments, bench: Bench, command: str) -> None:
     """Every seed, written down as soon as it is measured."""
+    if args.increment is None and args.domain_column is None:
+        raise SystemExit("how are the tasks cut? Give --increment, the classes of a task, or --domain_column.")
     method, settings = METHODS[args.method], json.loads(args.settings)
     unknown = [name for name in settings if not hasattr(method, name)]
     if unknown:
@@ -91,7 +93,7 @@ def stream_of(args: RowArguments, bench: Bench) -> dict[str, Any]:
     stream = bench.stream(args.seeds[0])
     return {
         "model": Path(args.model).name,
-        "dataset": Path(args.dataset).name,
+        "dataset": Path(args.dataset).resolve().name,
         "classes": len(bench.classes),
         "tasks": [len(task.classes) for task in stream],
         "train_images": sum(len(f) for (_, split), f in bench.features.items() if split == "train"),

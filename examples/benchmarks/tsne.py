@@ -51,7 +51,7 @@ def see(method: Any, bench: Bench, seed: int) -> tuple[Tensor, Tensor, tuple[str
     learner = method(bench, stream, ids, seed)
     with torch.enable_grad():
         learner.learn(task, train)
-    features = learner.trainer.tuner.layer.luca(test.features, task.name)
+    features = learner.trainer.tuner.layer.luca(test.features.to(bench.device), task.name).cpu()
     learner.close()
     return features, test.labels, ids
 
