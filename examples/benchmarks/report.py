@@ -151,8 +151,8 @@ def growth_tables(growth: dict[str, Any]) -> str:
     return f"""\
 Experts of {growth["classes_each"]} classes each, taught and saved by `ContinualTrainer` one after another from
 {growth["images"]} drawn [CLS] a class, {growth["width"]} wide, in {growth["epochs"]} epochs. A class's mean is drawn
-from a Gaussian with the covariance of the class means of {growth["covariances_of"]}, an image from a Gaussian around it
-with the covariance within its classes. {growth["tests"]} test images of classes drawn from all; passes of
+from a Gaussian with the covariance of the class means of {growth["covariances_of"]}, an image from a Gaussian around
+it with the covariance within its classes. {growth["tests"]} test images of classes drawn from all; passes of
 `{growth["model"]}`; sizes on disk; times are processor time (`results/growth.json`).
 
 {table(head, lines)}
