@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import report
 import torch
 from peft import get_peft_model
 from PIL import Image
@@ -145,31 +146,15 @@ def test_figures_in_the_readme_are_those_of_the_results():
             assert not cell or float(cell) == round(measured[f"{name}, unit features"]["mean"], 3)
 
 
-def test_the_readmes_summary_of_the_results_is_that_of_the_results():
-    """Rows are streams, columns methods; the last line has the counts."""
+def test_the_readmes_summary_is_that_of_the_results():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    summary = text.split("<!-- summary of docs/results.md -->\n")[1].split("\n\n## ")[0]
-    assert len(summary.splitlines()) <= 12
-    methods = "luca luca_gaussian luca_paper simplecil ranpac probes sequential_head lora joint_probe".split()
-    compared = 0
-    for stream, cells in re.findall(r"^\| `(\w+)` \| (.+) \|$", summary, re.M):
-        for method, cell in zip(methods, cells.split(" | "), strict=True):
-            file = f"{stream}/{method}.json"
-            if not (ROOT / "examples" / "benchmarks" / "results" / file).is_file():
-                assert not cell.strip()
-                continue
-            assert float(cell.strip("* ")) == round(results_of(file, "summary", "last_accuracy", "mean"), 3), file
-            compared += 1
-    assert compared == 5 * len(methods) - 3  # LoRA was not run on three of the emoji's streams
-    times = results_of("layerwise.json", "times_lucas")
-    adapter = next(value for name, value in times.items() if name.startswith("adapter"))
-    assert float(re.search(r"has (\S+) times the parameters", summary).group(1)) == round(adapter, 1)
-    rows = results_of("growth.json", "rows")
-    assert rows[-1]["experts"] == 1000
-    found = re.search(r"1,000 drawn experts of 2 classes, `entropy` reaches (\S+) and `gaussian` (\S+)\.", summary)
-    assert [float(value) for value in found.groups()] == [
-        round(rows[-1][f"{router} accuracy"], 3) for router in ("entropy", "gaussian")
-    ]
+    found = report.summary(ROOT / "examples" / "benchmarks" / "results")
+    assert report.with_summary(text, found) == text, "run examples/benchmarks/report.py"
+    assert len(found.splitlines()) <= 12
+    assert found.count("| `") == 5
+    first = re.search(r"^\| `digits` \| (\S+) \| (\S+) ", found, re.M).groups()
+    for method, cell in zip(("luca", "luca_gaussian"), first, strict=True):
+        assert float(cell) == round(results_of(f"digits/{method}.json", "summary", "last_accuracy", "mean"), 3)
 
 
 def test_figures_in_the_readmes_text_are_those_of_the_results():
