@@ -10,7 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-from strengths_choice import choose
+from strengths_choice import choose  # noqa: E402
 
 
 def measured(width, *rows):

@@ -3,7 +3,8 @@ Write an image folder of letters that the bundled ViT never saw: Hebrew and Geor
 out of its training, drawn and distorted as there, from matplotlib's own fonts and whatever /usr/share/fonts has.
 
     python examples/benchmarks/letters.py letters
-    python examples/benchmarks/strengths.py --dataset letters --output examples/benchmarks/results/strengths_letters.json
+    python examples/benchmarks/strengths.py --dataset letters \\
+        --output examples/benchmarks/results/strengths_letters.json
 """
 
 from __future__ import annotations
