@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .statistics import BLOCK, ClassStatistics, pool, projection
+from .untrusted import InvalidExpertError
 
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 # Numbers of (images, factor rows) that are in memory at a time.
 BUDGET = 2**24
+# Variance of unit features below which images count as the same one: that of float32's rounding.
+LEAST_VARIANCE = 1e-12
+# Beyond this a classifier's scores could overflow in float32.
+MAX_COEFFICIENT = 1e30
 
 
 class Classifier:
@@ -34,6 +39,10 @@ class Classifier:
     def __init__(self, statistics: ClassStatistics, **options: Any) -> None:
         raise NotImplementedError
 
+    def move(self, device: torch.device) -> None:
+        """Take every tensor to a device, once: what is called for each batch finds it there."""
+        _move(self, device)
+
     def scores(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -43,6 +52,14 @@ class Classifier:
     def log_known(self, x: Tensor) -> Tensor:
         """Log-probability that an image is of any of the classes, (batch,): 0 where that is not judged."""
         return x.new_zeros(x.shape[0])
+
+
+def _move(holder: Any, device: torch.device) -> None:
+    for name, value in vars(holder).items():
+        if isinstance(value, Tensor):
+            setattr(holder, name, value.to(device))
+        elif isinstance(value, Background):
+            _move(value, device)
 
 
 class Background:
@@ -239,8 +256,8 @@ def _pooled_covariance(statistics: ClassStatistics) -> tuple[Tensor, float]:
     for rows in torch.cat(statistics.factors).split(BLOCK):
         total.addmm_(rows.double().T, rows.double())
     freedom = float(statistics.counts.sum()) - len(statistics.counts)
-    if freedom < 1 or not total.trace() > 0:
-        # One image a class: nothing is known of the spread, so that only distances count.
+    if freedom < 1 or not total.trace() / freedom > LEAST_VARIANCE:
+        # One image a class, or the same again: nothing is known of the spread, so that only distances count.
         return torch.eye(d, dtype=torch.float64) / d, 0.0
     return total / freedom, freedom
 
@@ -276,8 +293,8 @@ def _check_share(name: str, value: Any) -> None:
 
 
 def _temperature(value: float | None, d: int) -> float:
-    if value is not None and not value > 0:
-        raise ValueError(f"temperature must be above 0, got {value}.")
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"temperature must be a finite number above 0, got {value}.")
     # The features have heavier tails than a Gaussian of d dimensions: measured in docs/routing.md.
     return math.sqrt(d) / 3 if value is None else float(value)
 
@@ -313,9 +330,9 @@ class StatisticsRouting:
         expert_weight (`float`, *optional*, defaults to `0.5`):
             `hybrid`: which of an expert's classes it is, is a weighted geometric mean of the router's and the expert's
             own posterior. By default both count the same, which takes no images to choose.
-        candidates (`int`, *optional*, defaults to `8`):
-            `hybrid`: this many experts, the likeliest, are asked for each image. The classes of the others keep the
-            router's posterior, so that what is lost is only those experts' say.
+        candidates (`int`, *optional*):
+            `hybrid`: this many experts, the likeliest, are asked for each image, 8 by default. The classes of the
+            others keep the router's posterior, so that what is lost is only those experts' say.
         options: Arguments of the classifier.
     """
 
@@ -334,24 +351,26 @@ class StatisticsRouting:
         self.candidates = 8 if candidates is None else candidates
         if not 0 <= self.expert_weight <= 1:
             raise ValueError(f"expert_weight must be between 0 and 1, got {expert_weight}.")
-        if self.candidates < 1:
-            raise ValueError(f"candidates must be at least 1, got {candidates}.")
         # Classes and experts are taken in the order of their names, so that no order of loading changes a bit.
         self.experts = sorted(parts)
         pooled = pool(parts)
-        self.classifier = router.classifier(pooled, **options)
+        self.classifier = _make(router.classifier, pooled, **options)
+        self.classifier.move(index.device)
         where = {name: i for i, name in enumerate(pooled.classes)}
         self.columns = torch.tensor([where[name] for name in index.classes], device=index.device)
         self.part_class = torch.cat([index.own[name] for name in self.experts])  # (parts,), global ids
         sizes = [len(index.own[name]) for name in self.experts]
         self.own = torch.arange(sum(sizes), device=index.device).split(sizes)  # parts of each expert
         position = {name: i for i, name in enumerate(parts)}
-        owners = [torch.full((size,), position[name]) for name, size in zip(self.experts, sizes, strict=True)]
-        self.part_expert = torch.cat(owners).to(index.device)  # (parts,), places in the experts' order
+        # Places of the experts in their own order: those of the sorted ones, (experts,), and of each part's, (parts,).
+        self.places = torch.tensor([position[name] for name in self.experts], device=index.device)
+        self.part_expert = self.places.repeat_interleave(torch.tensor(sizes, device=index.device))
         self.shared = len(self.part_class) > len(index.classes)
         self.nearness = None
         if self.shared:
-            self.nearness = Prototype(pooled, means=torch.cat([parts[name].means for name in self.experts]))
+            means = torch.cat([parts[name].means for name in self.experts])
+            self.nearness = _make(Prototype, pooled, means=means)
+            self.nearness.move(index.device)
 
     def __call__(self, x: Tensor, own_scores: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """
@@ -361,10 +380,7 @@ class StatisticsRouting:
         Args:
             own_scores (function): Indices of images and an expert's name → its scores of its own classes.
         """
-        posterior = self.classifier.log_posterior(x)[:, self.columns]
-        joint = posterior[:, self.part_class]  # (batch, parts)
-        if self.nearness is not None:
-            joint = joint + self._grouped_log_softmax(self.nearness.scores(x) / self.nearness.temperature)
+        posterior, joint = self._posterior(x)
         if self.expert_weight > 0:
             joint = self._ask(joint, own_scores)
             posterior = self._by_class(joint) if self.shared else joint[:, self.part_class.argsort()]
@@ -374,9 +390,26 @@ class StatisticsRouting:
         confidence = (posterior.amax(dim=1) + self.classifier.log_known(x)).exp()
         return posterior, self.part_expert[owner], confidence
 
+    def likeliest(self, x: Tensor, count: int) -> Tensor:
+        """Unit features `(batch, d)` → places of the likeliest experts of each image, `(batch, count)`."""
+        experts = self._by_expert(self._posterior(x)[1])
+        return self.places[experts.topk(min(count, experts.shape[1]), dim=1).indices]
+
+    def _posterior(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-posterior of the classes, (batch, C), and of the parts, (batch, parts)."""
+        posterior = self.classifier.log_posterior(x)[:, self.columns]
+        joint = posterior[:, self.part_class]
+        if self.nearness is not None:
+            joint = joint + self._grouped_log_softmax(self.nearness.scores(x) / self.nearness.temperature)
+        return posterior, joint
+
+    def _by_expert(self, joint: Tensor) -> Tensor:
+        """Log-sum over the parts of each expert: (batch, parts) → (batch, experts), in the order of their names."""
+        return torch.stack([joint[:, own].logsumexp(dim=1) for own in self.own], dim=1)
+
     def _ask(self, joint: Tensor, own_scores: Callable[[Tensor, str], Tensor]) -> Tensor:
         """Let the likeliest experts of each image have their say in which of their classes it is."""
-        experts = torch.stack([joint[:, own].logsumexp(dim=1) for own in self.own], dim=1)  # (batch, experts)
+        experts = self._by_expert(joint)
         asked = torch.zeros_like(experts, dtype=torch.bool)
         asked.scatter_(1, experts.topk(min(self.candidates, experts.shape[1]), dim=1).indices, True)
         joint, weight = joint.clone(), self.expert_weight
@@ -400,12 +433,37 @@ class StatisticsRouting:
         return scores - self._by_class(scores)[:, self.part_class]
 
 
+def _make(kind: type[Classifier], statistics: ClassStatistics, **options: Any) -> Classifier:
+    """
+    A classifier, unless its numbers are of no use.
+
+    Raises:
+        InvalidExpertError: the statistics belong to no images, such as a stranger may have written.
+    """
+    try:
+        classifier = kind(statistics, **options)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise InvalidExpertError(f"{UNUSABLE}: {error}") from error
+    parts = [classifier, *(part for part in vars(classifier).values() if isinstance(part, Background))]
+    values = [value for part in parts for value in vars(part).values() if isinstance(value, (Tensor, float))]
+    if not all((torch.as_tensor(value).abs() <= MAX_COEFFICIENT).all() for value in values):
+        raise InvalidExpertError(f"{UNUSABLE}: numbers in it are not finite, or very large.")
+    return classifier
+
+
+UNUSABLE = (
+    "no classifier can be made of the experts' statistics. Collect them anew, leave out the expert that brought them, "
+    "or use a router that needs none, such as 'entropy'"
+)
+
+
 def gather_statistics(layer: LucaLayer) -> dict[str, ClassStatistics]:
     """
     Every expert's statistics, in the experts' order, read from their files where that has not been done.
 
     Raises:
-        ValueError: experts have none, have those of other classes, or were standardised by another reference.
+        InvalidExpertError: a file of them is not what it should be, or they are of other classes than the expert's.
+        ValueError: experts have none, or were standardised by another reference.
     """
     lacking = [name for name in layer.configs if name not in layer.statistics]
     if lacking:
@@ -423,7 +481,7 @@ def gather_statistics(layer: LucaLayer) -> dict[str, ClassStatistics]:
     for name, part in parts.items():
         classes = layer.configs[name].classes or []
         if list(part.classes) != classes or part.means.shape[1] != layer.width:
-            raise ValueError(
+            raise InvalidExpertError(
                 f"the statistics of expert {name!r} are of the classes {list(part.classes)[:5]} in "
                 f"{part.means.shape[1]} dimensions, but the expert has {classes[:5]} in {layer.width}. Collect them "
                 "anew."
