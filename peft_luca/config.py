@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ NORM_POSITIONS = ("after_residual", "before_residual")
 HEADS = ("cosine", "linear")
 ROW_INITS = ("class_means", "random", "zeros")
 POOLED = ("cls", "any")
+MAX_CLASS_NAME = 1000
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 # In every adapter_config.json, for whom PEFT tells no more than KeyError: 'LUCA'.
 READ_WITH = "peft_luca: pip install peft-luca, then `import peft_luca` before loading this with PEFT"
@@ -189,7 +192,12 @@ class LucaConfig(PeftConfig):
 
 
 def check_classes(classes: Any) -> list[str]:
-    """The class names as a list, checked: not empty, all different, all strings with something in them."""
+    """
+    The class names as a list, checked: not empty, all different, and strings that labels, cards and screens can show.
+
+    Raises:
+        ValueError: with the names that are not.
+    """
     if isinstance(classes, str):
         raise ValueError(f"classes must be a list of class names, got the string {classes!r}.")
     if isinstance(classes, (set, frozenset)):
@@ -200,7 +208,20 @@ def check_classes(classes: Any) -> list[str]:
     wrong = [name for name in names if not isinstance(name, str) or not name.strip()]
     if wrong:
         raise ValueError(f"class names must be non-empty strings, got {wrong[:5]!r}.")
+    unfit = [name for name in names if len(name) > MAX_CLASS_NAME or _CONTROL.search(name)]
+    if unfit:
+        raise ValueError(
+            f"class names have at most {MAX_CLASS_NAME} characters and no control characters, got "
+            f"{ascii(unfit[0])[:200]}."
+        )
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ValueError(f"each class may be named once in an expert, but these come more than once: {twice[:5]!r}.")
+    forms = Counter(unicodedata.normalize("NFC", name) for name in names)
+    alike = [ascii(name) for name in names if forms[unicodedata.normalize("NFC", name)] > 1]
+    if alike:
+        raise ValueError(
+            f"these class names look the same, and differ by their Unicode form only: {', '.join(alike[:5])}. Bring "
+            "all names to one form with unicodedata.normalize('NFC', name)."
+        )
     return names

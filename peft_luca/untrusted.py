@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from .config import NAME_RULE, LucaConfig
+from .config import MAX_CLASS_NAME, NAME_RULE, LucaConfig
 
 
 MANIFEST_NAME = "experts.json"
@@ -25,12 +25,10 @@ MANIFEST_FORMAT = 1
 MAX_JSON_BYTES = 2**25
 MAX_HEADER_BYTES = 2**20
 MAX_EXPERT_BYTES = 2**30  # an expert of ViT-g over ten thousand classes has 70 MB
-MAX_CLASS_NAME = 1000
 # Beyond these an expert's scores could overflow: NaN, which a router takes for certainty. Trained ones are far within.
 MAX_NUMBER = 1e4
 MIN_DEVIATION = 1e-6
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _KINDS: dict[str, tuple[type, ...]] = {
     "classes": (list,),
@@ -104,23 +102,7 @@ def read_config(folder: Path) -> LucaConfig:
         config = LucaConfig(**{key: value for key, value in values.items() if key != "peft_type"})
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidExpertError(f"{path}: {error}") from error
-    check_class_names(config.classes or [], path)
     return config
-
-
-def check_class_names(classes: list[str], where: Any) -> None:
-    """
-    Class names end in labels, in cards and on screens.
-
-    Raises:
-        InvalidExpertError: one is very long, or has control characters or half a character (a surrogate) in it.
-    """
-    for name in classes:
-        if len(name) > MAX_CLASS_NAME or _CONTROL.search(name):
-            raise InvalidExpertError(
-                f"{where}: class names have at most {MAX_CLASS_NAME} characters and no control characters, got "
-                f"{_show(name)}."
-            )
 
 
 def expert_shapes(config: LucaConfig, width: int) -> dict[str, tuple[int, ...]]:
