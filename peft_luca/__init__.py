@@ -2,9 +2,11 @@
 
 from ._registration import register
 from ._version import __version__
+from .backbone import draw_reference_pictures
 from .config import LucaConfig
-from .features import FeatureDataset, ImageCollator, draw_reference_pictures
+from .features import FeatureDataset
 from .hub import list_experts, load_expert, load_experts, push_expert, push_experts, save_expert, save_experts
+from .images import ImageCollator
 from .layer import LucaLayer
 from .metrics import ContinualAccuracy
 from .model import LucaModel

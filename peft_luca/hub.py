@@ -29,11 +29,13 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from .backbone import check_backbone
 from .cache import write_whole
 from .closed_form import StatisticsRouter
 from .config import NAME_RULE, LucaConfig, check_classes
+from .head import Head, check_expert_name, find_head
 from .layer import LucaLayer
-from .model import Head, LucaModel, check_backbone, check_expert_name, find_head
+from .model import LucaModel
 from .model_card import (
     PICTURE_NAME,
     TAGS,

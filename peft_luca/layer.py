@@ -480,3 +480,12 @@ def _xavier(linear: nn.Linear) -> nn.Linear:
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
     return linear
+
+
+def luca_layers(model: nn.Module) -> list[LucaLayer]:
+    return [module for module in model.modules() if isinstance(module, LucaLayer)]
+
+
+def find_layer(model: nn.Module) -> tuple[str, LucaLayer]:
+    """Name and module of the LuCA layer within a model, wrapped in a PeftModel or not."""
+    return next((name, module) for name, module in model.named_modules() if isinstance(module, LucaLayer))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
+from transformers import ProgressCallback
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from .layer import LucaLayer
@@ -75,3 +76,22 @@ class EpochLoader(DataLoader[Any]):
             set_epoch = getattr(part, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(epoch)
+
+
+class TaskProgressCallback(ProgressCallback):
+    """Trainer's progress bar, with the task's name and its losses on the bar: a line of its own has each task only."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__()
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.training_bar is not None and self.trainer._task is not None:
+            self.training_bar.leave = False
+            self.training_bar.set_description(self.trainer._task.name)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            shown = ("loss", "cross_entropy", "l1_penalty", "eval_accuracy")
+            self.training_bar.set_postfix({name: f"{logs[name]:.3f}" for name in shown if name in (logs or {})})

@@ -6,34 +6,22 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft import PeftModel
-from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper
+from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
+from .backbone import BackboneFacts, check_backbone, check_same_reference, is_identity
 from .closed_form import StatisticsRouter
-from .config import NAME_RULE, LucaConfig
-from .features import BackboneFacts, reference_distance
-from .layer import MERGE_REFUSED, LucaLayer, reading_features
+from .config import LucaConfig
+from .head import check_expert_name, find_head
+from .layer import MERGE_REFUSED, LucaLayer, find_layer, luca_layers, reading_features
+from .outputs import Outputs, cross_entropy
 from .routing import Oracle, Router, RouterOptions, RoutingOutput, get_router
 from .statistics import DEFAULT_RANK, ClassStatistics
-
-
-# What enters the head, by `config.model_type`; see docs/architectures.md. transformers' other image classifiers hand
-# over another pooled vector; a model that is none of them needs `target_modules`.
-CLS_FIRST = ("vit", "vit_msn", "deit", "pvt")
-CLS_AND_PATCHES = ("dinov2", "dinov2_with_registers")  # [CLS] and the patches' mean side by side
-CLS_UNLESS_POOLED = ("beit", "data2vec-vision")  # the patches' mean when config.use_mean_pooling
-# Largest distance of [CLS] on the reference pictures, in deviations, at which another backbone still counts as the
-# same one: float16 and bfloat16 copies lie below 0.01, other weights above 1 (tests/test_fingerprint.py).
-BACKBONE_TOLERANCE = 0.05
 
 
 class LucaModel(BaseTuner):
@@ -85,8 +73,8 @@ class LucaModel(BaseTuner):
     # ---- what PEFT calls when an expert is added -----------------------------------------------------------------
 
     def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
-        self._base_outputs = _Outputs.of(model)
-        for layer in _luca_layers(model):  # injected by another tuner, which has changed the model's labels since
+        self._base_outputs = Outputs.of(model)
+        for layer in luca_layers(model):  # injected by another tuner, which has changed the model's labels since
             self._base_outputs = layer.base_outputs
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> LucaConfig:
@@ -133,7 +121,7 @@ class LucaModel(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         # PEFT sets the active adapter again at the end; adding an expert must not switch the router off.
-        layers = _luca_layers(model)
+        layers = luca_layers(model)
         router = (layers[0].router, layers[0].router_options) if layers else (None, {})
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         self.layer.router, self.layer.router_options = router
@@ -435,7 +423,7 @@ class LucaModel(BaseTuner):
         """
         name = adapter_name or self.active_adapters[0]
         mean, std = self.layer.luca_reference_mean[name], self.layer.luca_reference_std[name]
-        if _is_identity(mean, std):
+        if is_identity(mean, std):
             reference = self.backbone.reference(self.pooled_features)
             mean.copy_(reference[0])
             std.copy_(reference[1])
@@ -479,7 +467,7 @@ class LucaModel(BaseTuner):
                     "another configuration: nothing of it was loaded."
                 )
             check_backbone(model, config, adapter_name, state_dict)
-            _check_same_reference(layer, adapter_name, state_dict)
+            check_same_reference(layer, adapter_name, state_dict)
         except ValueError:
             if isinstance(model, PeftModel) and layer.is_untrained(adapter_name):  # made for what is refused
                 tuner: Any = model.base_model
@@ -497,269 +485,4 @@ class LucaModel(BaseTuner):
         else:
             all_classes = layer.router is not None or layer.over_all_classes
             names = self.classes if all_classes else self.experts[layer.active_adapters[0]]
-            _Outputs(dict(enumerate(names)), cross_entropy, None).apply(self.model)
-
-
-def cross_entropy(
-    labels: Tensor, logits: Tensor, config: Any = None, num_items_in_batch: Any = None, **kwargs: Any
-) -> Tensor:
-    """
-    The loss of an image classifier of any width, also of one class, where transformers' own takes a regression.
-
-    Args:
-        labels (`torch.Tensor` of shape `(batch,)`): Class ids; -100 is ignored.
-        logits (`torch.Tensor` of shape `(batch, classes)`): Scores.
-        num_items_in_batch (`int`, *optional*): Divide the sum by this, for gradient accumulation.
-    """
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = F.cross_entropy(logits.float(), labels.to(logits.device), reduction=reduction)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-class _Outputs(NamedTuple):
-    """Labels and loss of a model: the base's own, or an expert's."""
-
-    id2label: dict[int, str] | None
-    loss_function: Any
-    problem_type: str | None
-
-    @classmethod
-    def of(cls, model: nn.Module) -> _Outputs:
-        config = getattr(model, "config", None)
-        id2label = getattr(config, "id2label", None)
-        # Only what was set on the model itself: otherwise transformers finds the loss by the model's class.
-        return cls(
-            None if id2label is None else dict(id2label),
-            model.__dict__.get("_loss_function"),
-            getattr(config, "problem_type", None),
-        )
-
-    def names(self, head: nn.Module) -> list[str]:
-        """Class names of the base: those of its config, or the numbers of its outputs."""
-        if self.id2label:
-            return [str(self.id2label[i]) for i in sorted(self.id2label)]
-        base = head.get_base_layer() if isinstance(head, BaseTunerLayer) else head
-        outputs = getattr(base, "out_features", 0)
-        if not outputs:
-            raise ValueError("the base model has no labels to take class names from: pass LucaConfig(classes=[...]).")
-        return [str(i) for i in range(outputs)]
-
-    def apply(self, model: Any) -> None:
-        config: Any = getattr(model, "config", None)
-        if self.id2label is None or not hasattr(config, "id2label"):
-            return
-        config.id2label = dict(self.id2label)
-        config.label2id = {name: i for i, name in self.id2label.items()}
-        config.problem_type = self.problem_type
-        if hasattr(model, "num_labels"):
-            model.num_labels = len(self.id2label)
-        if self.loss_function is not None:
-            model.loss_function = self.loss_function
-        else:
-            model.__dict__.pop("_loss_function", None)
-
-
-class Head(NamedTuple):
-    """Where a model's head is, and what enters it."""
-
-    name: str
-    width: int  # d, of what LuCA reads
-    input_width: int  # of what enters the head
-
-
-def find_head(model: Any, config: LucaConfig) -> Head:
-    """
-    Find the one head that a LuCA layer goes in place of.
-
-    Raises:
-        ValueError: there is not exactly one, or what enters it is not [CLS] and `pooled="any"` was not asked for.
-    """
-    model_config, kind = getattr(model, "config", None), type(model).__name__
-    model_type = getattr(model_config, "model_type", None)
-    by_name = isinstance(config.target_modules, (str, list, set)) and bool(config.target_modules)
-    if kind.endswith("WithTeacher"):
-        raise ValueError(f"{kind} has two heads on two tokens. Load the same weights as DeiTForImageClassification.")
-    names = [name for name, _ in model.named_modules()]
-    if by_name:
-        wanted = (
-            [config.target_modules] if isinstance(config.target_modules, str) else list(config.target_modules or ())
-        )
-        matches = [name for name in names if any(name == w or name.endswith(f".{w}") for w in wanted)]
-        matches = [name for name in matches if ".base_layer" not in name]
-    elif model_type == "timm_wrapper":
-        classifier = model.timm_model.get_classifier()
-        matches = [name for name, module in model.named_modules() if module is classifier]
-    else:
-        matches = [name for name in names if name == "classifier"]
-    if len(matches) != 1:
-        found = f"{len(matches)} ({', '.join(matches[:5])})" if matches else "none"
-        asked = f"target_modules={config.target_modules!r} names" if by_name else "looking for a classifier finds"
-        raise ValueError(
-            f"LuCA takes the place of exactly one head, but {asked} {found} in {kind}. Load the model with an "
-            "AutoModelForImageClassification, or name its head with LucaConfig(target_modules=['...'])."
-        )
-    name = matches[0]
-    module = model.get_submodule(name)
-    if isinstance(module, LucaLayer):
-        return Head(name, module.width, module.input_width)
-    if isinstance(module, AuxiliaryTrainingWrapper):
-        raise ValueError(
-            f"the head {name!r} of {kind} belongs to another adapter, by its modules_to_save or the like, which PEFT "
-            "would write into the expert's files. Make that adapter part of the backbone first: merge_and_unload()."
-        )
-    hidden_size = getattr(model_config, "hidden_size", None)
-    if isinstance(module, nn.Identity):  # of a base without labels
-        input_width = hidden_size
-        if input_width is None:
-            raise ValueError(
-                f"the head {name!r} of {kind} is an Identity of unknown width: config.hidden_size does not say it. "
-                "Load the model with num_labels of 1 or more."
-            )
-        if model_type in CLS_AND_PATCHES:
-            input_width *= 2
-    else:
-        input_width = getattr(module, "in_features", None)
-    if not isinstance(input_width, int):
-        raise ValueError(
-            f"the head {name!r} of {kind} is a {type(module).__name__}, but LuCA reads one pooled vector and needs a "
-            "Linear (or Identity) head."
-        )
-    reads_cls = (
-        model_type in (*CLS_FIRST, *CLS_AND_PATCHES)
-        or (model_type in CLS_UNLESS_POOLED and not getattr(model_config, "use_mean_pooling", True))
-        or (model_type == "timm_wrapper" and getattr(model.timm_model, "global_pool", None) == "token")
-        # A model that nobody can know, whose head the user has named.
-        or (by_name and model_type not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES)
-    )
-    if not reads_cls and config.pooled != "any":
-        raise ValueError(
-            f"the head of {kind} does not read [CLS] but another pooled vector, which is outside the method. Use a "
-            "ViT or DINOv2 classifier, or say LucaConfig(pooled='any') to go on with what the head reads."
-        )
-    if model_type in CLS_AND_PATCHES:
-        width = hidden_size or input_width // 2
-        return Head(name, width, 2 * width if isinstance(module, nn.Identity) else input_width)
-    return Head(name, input_width, input_width)
-
-
-def _luca_layers(model: nn.Module) -> list[LucaLayer]:
-    return [module for module in model.modules() if isinstance(module, LucaLayer)]
-
-
-def find_layer(model: nn.Module) -> tuple[str, LucaLayer]:
-    """Name and module of the LuCA layer within a model, wrapped in a PeftModel or not."""
-    return next((name, module) for name, module in model.named_modules() if isinstance(module, LucaLayer))
-
-
-def check_expert_name(name: str, model: nn.Module, head_name: str = "") -> None:
-    """
-    Refuse an expert's name with which PEFT loses tensors when saving, or which a module or a folder cannot have.
-
-    PEFT tells experts apart by the parts of a tensor's name, so that no part may be an expert's name as well. The
-    names of the backbone's modules are refused too, apart from bare numbers, for tasks are often numbered.
-
-    Raises:
-        ValueError: with the rule.
-    """
-    layers = _luca_layers(model)
-    inside = tuple(f"{key}." for key, module in model.named_modules() if isinstance(module, BaseTunerLayer))
-    parts = {part for key, _ in model.named_modules() if not key.startswith(inside) for part in key.split(".")}
-    reserved = {"base_model", "model", "base_layer", "weight", "bias", *head_name.split(".")}
-    reserved |= {part for part in parts if not part.isdecimal()}
-    containers = (nn.ModuleDict(), nn.ParameterDict(), BufferDict())
-    taken = name in reserved or name.startswith("luca") or any(hasattr(container, name) for container in containers)
-    if not NAME_RULE.fullmatch(name) or taken:
-        raise ValueError(
-            f"an expert cannot be called {name!r}. Names are made of letters, digits, '_' and '-', at most 128 of "
-            "them, start with a letter or digit, do not start with 'luca', and are none of the model's own names "
-            "(such as 'classifier', 'weight' or 'keys'): with those PEFT loses tensors when it saves."
-        )
-    for layer in layers:
-        alike = [other for other in layer.configs if other != name and other.lower() == name.lower()]
-        if alike:
-            raise ValueError(
-                f"an expert cannot be called {name!r}, for there is one called {alike[0]!r}: on file systems that do "
-                "not tell capital letters from small ones they would be saved into one folder. Take another name."
-            )
-
-
-def _is_identity(mean: Tensor, std: Tensor) -> bool:
-    return bool((mean == 0).all() and (std == 1).all())
-
-
-def check_backbone(model: nn.Module, config: LucaConfig, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
-    """
-    Compare the backbone with the one that an expert was trained on, before its weights are loaded: by fingerprint, and
-    where that differs (another dtype, a quantised trunk) by [CLS] on the reference pictures.
-
-    Raises:
-        ValueError: it is another backbone, and `allow_mismatch` is not set.
-    """
-    if config.allow_mismatch or config.fingerprint is None:
-        return
-    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
-    path, _ = find_layer(base)
-    backbone = BackboneFacts.of(base, path)
-    if backbone.fingerprint in (None, config.fingerprint):
-        return
-    refusal = (
-        f"expert {adapter_name!r} was trained on the backbone {config.fingerprint[:12]} "
-        f"({config.base_model_name_or_path or 'unnamed'}), but this one is {backbone.fingerprint[:12]} "
-        f"({getattr(base, 'name_or_path', '') or 'unnamed'})"
-    )
-    remedy = "Load the backbone it was trained on, or set allow_mismatch=True to load it all the same."
-    saved = _saved_reference(state_dict)
-    if saved is None:
-        raise ValueError(f"{refusal}, and it has no reference to compare [CLS] by. {remedy}")
-
-    @torch.no_grad()
-    def read(pixel_values: Tensor) -> Tensor:
-        with reading_features():
-            output = base(pixel_values)
-        features: Tensor = output if isinstance(output, Tensor) else output.logits
-        return features
-
-    distance = reference_distance(saved, backbone.reference(read))
-    if not distance <= BACKBONE_TOLERANCE:
-        raise ValueError(
-            f"{refusal}: [CLS] on the reference pictures is {distance:.3g} deviations away, more than "
-            f"{BACKBONE_TOLERANCE}. {remedy}"
-        )
-    warnings.warn(
-        f"{refusal}. [CLS] on the reference pictures is only {distance:.2g} deviations away, as with another dtype or "
-        "a quantised trunk, so it was loaded.",
-        stacklevel=2,
-    )
-
-
-def _saved_reference(state_dict: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """The reference in an expert's file; `None` where it was never computed."""
-    found = {
-        part: tensor
-        for part in ("mean", "std")
-        for key, tensor in state_dict.items()
-        if key.endswith(f"luca_reference_{part}")
-    }
-    if len(found) < 2 or _is_identity(found["mean"], found["std"]):
-        return None
-    return found["mean"], found["std"]
-
-
-def _check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
-    """
-    Refuse weights of another backbone for an expert that the model has already: PEFT then never reads their config.
-
-    Raises:
-        ValueError: the reference in the file is another than the expert's.
-    """
-    saved = _saved_reference(state_dict)
-    here = layer.luca_reference_mean[adapter_name], layer.luca_reference_std[adapter_name]
-    if saved is None or here[0].is_meta or _is_identity(*here):
-        return
-    distance = reference_distance(saved, here)
-    if not distance <= BACKBONE_TOLERANCE:
-        raise ValueError(
-            f"these weights for expert {adapter_name!r} come from another backbone: their reference is {distance:.3g} "
-            f"deviations away from the expert's, more than {BACKBONE_TOLERANCE}. Load them under another name, on the "
-            "backbone they were trained on."
-        )
+            Outputs(dict(enumerate(names)), cross_entropy, None).apply(self.model)

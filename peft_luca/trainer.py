@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,12 @@ from .closed_form import StatisticsRouter, gather_statistics
 from .config import LucaConfig
 from .features import (
     FeatureDataset,
-    ImageCollator,
     default_cache_dir,
     digest_images,
     extract_features,
     features_key,
-    image_size,
 )
+from .head import check_expert_name, find_head
 from .hub import (
     CARD_NAME,
     RESULTS_NAME,
@@ -52,10 +50,20 @@ from .hub import (
     tuner_of,
     write_json,
 )
-from .learning import EpochBatches, EpochLoader, FeatureHead
-from .metrics import forgetting, summarize
-from .model import LucaModel, check_expert_name, find_head
+from .images import ImageCollator, image_size
+from .learning import EpochBatches, EpochLoader, FeatureHead, TaskProgressCallback
+from .model import LucaModel
 from .model_card import make_card
+from .records import (
+    COMPARING_STAGES,
+    RESULTS_FORMAT,
+    Measured,
+    Record,
+    earlier_run,
+    run_figures,
+    run_settings,
+    task_line,
+)
 from .routing import get_router
 from .sparsity import soft_threshold
 from .streams import DatasetLike, Task, TaskStream
@@ -65,19 +73,6 @@ from .untrusted import MANIFEST_NAME
 
 logger = logging.get_logger(__name__)
 
-RESULTS_FORMAT = 1
-# What makes a run's experts what they are. A run goes on only under the same values.
-SETTINGS = (
-    "recipe learning_rate num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps optim "
-    "optim_args lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm label_smoothing_factor "
-    "l1_weight l1_proximal negatives augmentation augmented_views schedule_per_epoch class_mean_rows router "
-    "routing_scope statistics statistics_rank statistics_random_features seed data_seed features_dtype on_bad_image "
-    "bf16 fp16 adam_beta1 adam_beta2 adam_epsilon dataloader_drop_last train_sampling_strategy"
-).split()
-
-
-# Figures that compare stages, all of which have to be measured with one router.
-COMPARING_STAGES = "average_accuracy forgetting backward_transfer stage_accuracies task_known_forgetting".split()
 # Arguments that have values of their own while a task is learnt.
 WITHIN_A_TASK = (
     "seed dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers "
@@ -164,7 +159,7 @@ class ContinualTrainer(Trainer):
             self.add_callback(TaskProgressCallback(self))
         self.stream = stream
         self.luca_config = template
-        self._records: list[dict[str, Any]] = []  # one per task learnt, as results.json has them
+        self._records: list[Record] = []  # one per task learnt, as results.json has them
         self._features: dict[tuple[str, str], FeatureDataset] = {}
         self._digests: dict[tuple[str, str], str] = {}
         self._task: Task | None = None  # the one that is being learnt
@@ -640,10 +635,10 @@ class ContinualTrainer(Trainer):
                 raise
         self._follow_labels()
         self._push_what_is_learnt()
-        self._say(_task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes)))
+        self._say(task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes)))
         self.log({f"stage_{name}": value for name, value in figures.items() if isinstance(value, float)})
 
-    def _measure(self, records: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    def _measure(self, records: list[Record]) -> Measured:
         """What `_measure_here` returns, computed once for all processes."""
         learnt = {record["name"] for record in records}
         for task in self.stream:
@@ -654,11 +649,11 @@ class ContinualTrainer(Trainer):
         return whole
 
     @torch.no_grad()
-    def _measure_here(self, records: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    def _measure_here(self, records: list[Record]) -> Measured:
         """Per task learnt: routed accuracy, share of images that the task's own expert answered, and accuracy of that
         expert over its own classes (the task known)."""
         layer, experts = self.tuner.layer, list(self.tuner.experts)
-        measured: dict[str, list[float | None]] = {"accuracy": [], "routing": [], "task_known": []}
+        measured: Measured = {"accuracy": [], "routing": [], "task_known": []}
         self.model.eval()
         tasks = {task.name: task for task in self.stream}
         for record in records:
@@ -684,24 +679,9 @@ class ContinualTrainer(Trainer):
                 measured[name].append(figure)
         return measured
 
-    def _figures(self, last: dict[str, list[float | None]] | None = None) -> dict[str, Any]:
+    def _figures(self, last: Measured | None = None) -> dict[str, Any]:
         """Everything that is read off the accuracy matrix, whose last row may be measured anew."""
-        if not self._records:
-            return {}
-        stages = [*self._records[:-1], last or self._records[-1]]
-        matrix = _matrix(stages, "accuracy")
-        figures: dict[str, Any] = {
-            "accuracy_matrix": [[None if math.isnan(v) else v for v in row] for row in matrix.tolist()]
-        }
-        if any(record["test_images"] for record in self._records):
-            vectors = [np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing")]
-            with warnings.catch_warnings():
-                if self._experts_share_classes():
-                    # Then another expert than the task's own may know better, and nothing leaks.
-                    warnings.filterwarnings("ignore", "routed accuracy .* is above", UserWarning)
-                figures |= summarize(matrix, [record["test_images"] for record in self._records], *vectors)
-            figures["task_known_forgetting"] = forgetting(_matrix(stages, "task_known"))
-        return figures
+        return run_figures(self._records, last, bool(self._records) and self._experts_share_classes())
 
     def _experts_share_classes(self) -> bool:
         return sum(map(len, self.tuner.experts.values())) > len(self.tuner.classes)
@@ -710,21 +690,11 @@ class ContinualTrainer(Trainer):
         """What `results.json` holds: the run's settings, each task as it was learnt, and the figures."""
         return {
             "format": RESULTS_FORMAT,
-            "settings": self._settings(),
+            "settings": run_settings(self.args, self.luca_config),
             "classes": list(self.stream.classes),
             "tasks": [r if r["name"] in self.tuner.experts else {**r, "deleted": True} for r in self._records],
             **self._figures(),
         }
-
-    def _settings(self) -> dict[str, Any]:
-        config = {
-            name: value
-            for name, value in asdict(self.luca_config).items()
-            if name in LucaConfig.__annotations__
-            and name not in ("classes", "target_modules", "allow_mismatch", "fingerprint")
-        }
-        values = {name: getattr(self.args, name) for name in SETTINGS}
-        return json.loads(json.dumps({**values, "luca_config": config}))
 
     def _say(self, line: str) -> None:
         """A line that a person reads, past the progress bars."""
@@ -742,46 +712,12 @@ class ContinualTrainer(Trainer):
         folder = Path(self.args.output_dir)
         if self.args.should_save:
             self._clear_away(folder)
-        if self._records or not (folder / RESULTS_NAME).is_file():
+        if self._records:
             return
-        path = folder / RESULTS_NAME
-        try:
-            results = json.loads(path.read_text(encoding="utf-8"))
-            records, settings = results["tasks"], results["settings"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} does not hold the results of a run: {error!r}. Choose another output_dir."
-            ) from error
-        if refuse:
-            raise ValueError(
-                f"{folder} holds a run of {len(records)} tasks. Choose another output_dir, delete it, or call train() "
-                "without resume_from_checkpoint=False to go on with it."
-            )
-        differing = {
-            name: (settings.get(name), value)
-            for name, value in self._settings().items()
-            if name != "router" and settings.get(name) != value
-        }
-        if differing:
-            changes = ", ".join(f"{name}: {was!r} there, {now!r} now" for name, (was, now) in differing.items())
-            raise ValueError(f"{folder} holds a run with other settings ({changes}). Choose another output_dir.")
-        named = {task.name: task for task in self.stream}
-        kept = [record for record in records if not record.get("deleted")]  # a forgotten task need not be there
-        for record in kept:
-            task = named.get(record["name"])
-            if task is None:
-                raise ValueError(
-                    f"{folder} holds a run of another stream: its task {record['name']!r} is not among "
-                    f"{', '.join(map(repr, named))}. Choose another output_dir."
-                )
-            images = [len(task.train) if has_length(task.train) else None, 0 if task.test is None else len(task.test)]
-            here = [task.name, list(task.classes), *images]
-            there = [record[key] for key in ("name", "classes", "train_images", "test_images")]
-            if here != there:
-                raise ValueError(
-                    f"{folder} holds a run of another stream: its task {there[0]!r} has {there[2]} train images of "
-                    f"{there[1]}, here {here[0]!r} has {here[2]} of {here[1]}. Choose another output_dir."
-                )
+        records = earlier_run(folder, run_settings(self.args, self.luca_config), self.stream, refuse)
+        if not records:
+            return
+        kept = [record for record in records if not record.get("deleted")]
         sources = {record["name"]: folder / record["name"] for record in kept}
         if sources:
             self.model = self.model_wrapped = load_experts(self.model, sources)
@@ -904,25 +840,6 @@ class ContinualTrainer(Trainer):
             write_json(Path(folder) / RESULTS_NAME, self.results())
 
 
-class TaskProgressCallback(ProgressCallback):
-    """Trainer's progress bar, with the task's name and its losses on the bar: a line of its own has each task only."""
-
-    def __init__(self, trainer: ContinualTrainer) -> None:
-        super().__init__()
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        if self.training_bar is not None and self.trainer._task is not None:
-            self.training_bar.leave = False
-            self.training_bar.set_description(self.trainer._task.name)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if self.training_bar is not None:
-            shown = ("loss", "cross_entropy", "l1_penalty", "eval_accuracy")
-            self.training_bar.set_postfix({name: f"{logs[name]:.3f}" for name in shown if name in (logs or {})})
-
-
 def task_seed(seed: int, classes: tuple[str, ...]) -> int:
     """The seed of a task: from the run's seed and the class names, not from the task's place in the stream."""
     text = json.dumps([seed, sorted(classes)])
@@ -933,14 +850,6 @@ def _label_ids(stream: tuple[str, ...], classes: tuple[str, ...]) -> dict[int, i
     """Global id in the stream → position in a list of class names, of the classes that both have."""
     where = {name: i for i, name in enumerate(classes)}
     return {i: where[name] for i, name in enumerate(stream) if name in where}
-
-
-def _matrix(stages: list[dict[str, Any]], name: str) -> np.ndarray:
-    """What each stage measured of each task, (stages, tasks); NaN where it did not."""
-    matrix = np.full((len(stages), len(stages)), np.nan)
-    for row, stage in zip(matrix, stages, strict=True):
-        row[: len(stage[name])] = [np.nan if value is None else value for value in stage[name]]
-    return matrix
 
 
 def _template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[LucaConfig, nn.Module]:
@@ -984,14 +893,3 @@ def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 def _share(predicted: Tensor, wanted: Tensor) -> float:
     return float((predicted.cpu() == wanted).double().mean())
-
-
-def _task_line(done: int, tasks: int, record: dict[str, Any], figures: dict[str, Any], classes: int) -> str:
-    names = ", ".join(record["classes"][:4]) + (", …" if len(record["classes"]) > 4 else "")
-    line = f"task {done}/{tasks} {record['name']} ({names}), {record['seconds']:.1f} s"
-    if figures.get("last_accuracy") is None:
-        return f"{line}: no test images"
-    return (
-        f"{line}: accuracy {figures['last_accuracy']:.3f} over {classes} classes, "
-        f"{figures['task_known_accuracy']:.3f} with the task known, right expert {figures['routing_accuracy']:.3f}"
-    )

@@ -7,7 +7,8 @@ from torch.utils.data import DataLoader
 from transformers import ViTImageProcessorPil
 
 from peft_luca import FeatureDataset, ImageCollator
-from peft_luca.features import extract_features, image_size, random_crop_and_flip, to_rgb
+from peft_luca.features import extract_features
+from peft_luca.images import image_size, random_crop_and_flip, to_rgb
 
 
 def picture(width=10, height=6, mode="RGB"):

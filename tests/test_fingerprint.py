@@ -10,8 +10,7 @@ from conftest import assert_same, expert_tensors, make_dinov2, make_model, make_
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
 from peft_luca import LucaConfig, draw_reference_pictures, load_experts, save_expert, save_experts
-from peft_luca.features import fingerprint, reference_distance
-from peft_luca.model import BACKBONE_TOLERANCE
+from peft_luca.backbone import BACKBONE_TOLERANCE, fingerprint, reference_distance
 
 
 def trained(base):

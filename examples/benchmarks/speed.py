@@ -28,8 +28,7 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from peft_luca import ContinualTrainer, ContinualTrainingArguments, LucaConfig, TaskStream
-from peft_luca.features import ImageCollator
+from peft_luca import ContinualTrainer, ContinualTrainingArguments, ImageCollator, LucaConfig, TaskStream
 
 
 TASKS, EPOCHS, BATCH = 10, 20, 48

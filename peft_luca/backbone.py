@@ -1,0 +1,248 @@
+"""What is known of a backbone by itself: its fingerprint, its reference, and whether an expert belongs to it."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from .config import LucaConfig
+from .layer import LucaLayer, find_layer, reading_features
+
+
+REFERENCE_PICTURES = 192
+REFERENCE_BATCH = 16
+REFERENCE_SEED = 0
+# A trunk that interpolates its positions is shown pictures of this many patches a side, which takes seconds where its
+# own size would take minutes. Another trunk takes pictures of its own size only.
+REFERENCE_PATCHES = 8
+INTERPOLATING = ("dinov2", "dinov2_with_registers")
+Reference = tuple[Tensor, Tensor]  # mean and deviation of [CLS], (d,) each
+# Of a model's config, what does not touch [CLS]. Its dtype is in the fingerprint.
+NOT_OF_THE_TRUNK = (
+    "id2label label2id num_labels problem_type _name_or_path name_or_path transformers_version architectures dtype "
+    "torch_dtype return_dict output_attentions output_hidden_states"
+).split()
+# Largest distance of [CLS] on the reference pictures, in deviations, at which another backbone still counts as the
+# same one: float16 and bfloat16 copies lie below 0.01, other weights above 1 (tests/test_fingerprint.py).
+BACKBONE_TOLERANCE = 0.05
+
+
+def draw_reference_pictures(count: int, size: int, seed: int = REFERENCE_SEED) -> np.ndarray:
+    """
+    The reference pictures: one to eight ellipses and boxes of random colours on a plain ground. The same on every
+    machine for the same arguments.
+
+    Args:
+        count (`int`): How many; a smaller set is the beginning of a larger one.
+        size (`int`): Side in pixels.
+        seed (`int`, *optional*, defaults to `0`): Seed.
+
+    Returns:
+        `numpy.ndarray` of shape `(count, size, size, 3)`: uint8, RGB.
+    """
+    rng = np.random.RandomState(seed)  # the legacy generator's stream is frozen across versions of numpy
+    y, x = np.mgrid[0:size, 0:size] / size
+    pictures = np.empty((count, size, size, 3), np.uint8)
+    for picture in pictures:
+        picture[:] = rng.randint(0, 256, 3)
+        for _ in range(rng.randint(1, 9)):
+            center_x, center_y, width, height = rng.uniform(0, 1, 4)
+            color = rng.randint(0, 256, 3)
+            u, v = abs(x - center_x) / (width / 2 + 0.02), abs(y - center_y) / (height / 2 + 0.02)
+            picture[(u * u + v * v < 1) if rng.randint(2) else (np.maximum(u, v) < 1)] = color
+    return pictures
+
+
+class BackboneFacts:
+    """
+    What is known of a backbone by itself, whatever its experts: computed once for the weights that it has.
+
+    Attributes:
+        fingerprint (`str` or `None`):
+            SHA-256 over the sorted digests of the trunk's tensors, without the head and without names. `None` while
+            the weights are on the meta device.
+        architecture (`dict`): The model's class and its config, without what does not touch [CLS].
+    """
+
+    _known: ClassVar[WeakKeyDictionary[nn.Module, BackboneFacts]] = WeakKeyDictionary()
+
+    def __init__(self, model: nn.Module, tensors: list[Tensor], version: Any) -> None:
+        self.version = version
+        self.fingerprint = None if any(t.is_meta for t in tensors) else fingerprint(tensors)
+        config = getattr(model, "config", None)
+        settings: dict[str, Any] = getattr(config, "to_dict", dict)()
+        self.architecture = {name: value for name, value in settings.items() if name not in NOT_OF_THE_TRUNK}
+        self.architecture["class"] = type(model).__qualname__
+        self.model_type = getattr(config, "model_type", None)
+        self.image_size = _first(getattr(config, "image_size", None))
+        self.patch_size = _first(getattr(config, "patch_size", None))
+        self.channels = getattr(config, "num_channels", 3)
+        first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+        self.device = None if first is None else first.device
+        self.dtype = None if first is None else first.dtype
+        self._reference: Reference | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, head_name: str) -> BackboneFacts:
+        """Facts of a model whose head is called `head_name`, anew only when a tensor of the trunk was changed."""
+        tensors = [
+            value
+            for name, value in model.state_dict().items()
+            if not name.startswith(f"{head_name}.") and isinstance(value, Tensor)
+        ]
+        version = tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference())
+        facts = cls._known.get(model)
+        if facts is None or facts.version != version:
+            facts = cls._known[model] = cls(model, tensors, version)
+        return facts
+
+    @torch.no_grad()
+    def reference(self, read: Callable[[Tensor], Tensor]) -> Reference:
+        """
+        Mean and deviation of [CLS] over the reference pictures, in float32.
+
+        Args:
+            read (function): pixel values `(batch, channels, size, size)`, in [-1, 1], → [CLS] `(batch, d)`.
+
+        Raises:
+            ValueError: the backbone's config does not say what images it takes.
+        """
+        if self._reference is None:
+            size = self.image_size
+            if size is None or self.dtype is None:
+                raise ValueError(
+                    "the reference needs config.image_size and the backbone's weights, and this model lacks them. Use "
+                    "LucaConfig(reference=False) to train on [CLS] as it is."
+                )
+            if self.model_type in INTERPOLATING and self.patch_size:
+                size = min(size, REFERENCE_PATCHES * self.patch_size)
+            pictures = torch.from_numpy(draw_reference_pictures(REFERENCE_PICTURES, size)).permute(0, 3, 1, 2)
+            if self.channels != 3:
+                pictures = pictures.float().mean(dim=1, keepdim=True).expand(-1, self.channels, -1, -1)
+            features = [
+                read((batch.to(self.device) / 127.5 - 1).to(self.dtype)).double()
+                for batch in tqdm(pictures.split(REFERENCE_BATCH), desc="Reference pictures", leave=False, delay=2)
+            ]
+            z = torch.cat(features)  # (pictures, d)
+            # A dimension that never moves says nothing: leave it as it is.
+            std = z.std(dim=0)
+            self._reference = (z.mean(dim=0).float(), torch.where(std > 1e-6, std, torch.ones_like(std)).float())
+        return self._reference
+
+
+def fingerprint(tensors: list[Tensor]) -> str:
+    """SHA-256 over the sorted digests of tensors: of their type, shape and bytes, not of their names or order."""
+    digests = []
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, nn.Parameter):  # torchao's quantised tensors have no bytes of their own
+            tensor = tensor.dequantize()
+        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digests.append(digest.digest())
+    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
+
+
+def reference_distance(saved: Reference, measured: Reference) -> float:
+    """How far two references are apart, in deviations: root mean square over the dimensions of [CLS]."""
+    (mean, std), (other_mean, other_std) = saved, measured
+    if mean.shape != other_mean.shape:
+        return float("inf")
+    shift = (other_mean.to(mean.device) - mean) / std
+    spread = torch.log(other_std.to(std.device) / std)
+    return float(torch.maximum(shift.square().mean(), spread.square().mean()).sqrt())
+
+
+def _first(value: Any) -> int | None:
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return first if isinstance(first, int) else None
+
+
+def is_identity(mean: Tensor, std: Tensor) -> bool:
+    return bool((mean == 0).all() and (std == 1).all())
+
+
+def check_backbone(model: nn.Module, config: LucaConfig, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
+    """
+    Compare the backbone with the one that an expert was trained on, before its weights are loaded: by fingerprint, and
+    where that differs (another dtype, a quantised trunk) by [CLS] on the reference pictures.
+
+    Raises:
+        ValueError: it is another backbone, and `allow_mismatch` is not set.
+    """
+    if config.allow_mismatch or config.fingerprint is None:
+        return
+    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
+    path, _ = find_layer(base)
+    backbone = BackboneFacts.of(base, path)
+    if backbone.fingerprint in (None, config.fingerprint):
+        return
+    refusal = (
+        f"expert {adapter_name!r} was trained on the backbone {config.fingerprint[:12]} "
+        f"({config.base_model_name_or_path or 'unnamed'}), but this one is {backbone.fingerprint[:12]} "
+        f"({getattr(base, 'name_or_path', '') or 'unnamed'})"
+    )
+    remedy = "Load the backbone it was trained on, or set allow_mismatch=True to load it all the same."
+    saved = _saved_reference(state_dict)
+    if saved is None:
+        raise ValueError(f"{refusal}, and it has no reference to compare [CLS] by. {remedy}")
+
+    @torch.no_grad()
+    def read(pixel_values: Tensor) -> Tensor:
+        with reading_features():
+            output = base(pixel_values)
+        features: Tensor = output if isinstance(output, Tensor) else output.logits
+        return features
+
+    distance = reference_distance(saved, backbone.reference(read))
+    if not distance <= BACKBONE_TOLERANCE:
+        raise ValueError(
+            f"{refusal}: [CLS] on the reference pictures is {distance:.3g} deviations away, more than "
+            f"{BACKBONE_TOLERANCE}. {remedy}"
+        )
+    warnings.warn(
+        f"{refusal}. [CLS] on the reference pictures is only {distance:.2g} deviations away, as with another dtype or "
+        "a quantised trunk, so it was loaded.",
+        stacklevel=2,
+    )
+
+
+def _saved_reference(state_dict: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """The reference in an expert's file; `None` where it was never computed."""
+    found = {
+        part: tensor
+        for part in ("mean", "std")
+        for key, tensor in state_dict.items()
+        if key.endswith(f"luca_reference_{part}")
+    }
+    if len(found) < 2 or is_identity(found["mean"], found["std"]):
+        return None
+    return found["mean"], found["std"]
+
+
+def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
+    """
+    Refuse weights of another backbone for an expert that the model has already: PEFT then never reads their config.
+
+    Raises:
+        ValueError: the reference in the file is another than the expert's.
+    """
+    saved = _saved_reference(state_dict)
+    here = layer.luca_reference_mean[adapter_name], layer.luca_reference_std[adapter_name]
+    if saved is None or here[0].is_meta or is_identity(*here):
+        return
+    distance = reference_distance(saved, here)
+    if not distance <= BACKBONE_TOLERANCE:
+        raise ValueError(
+            f"these weights for expert {adapter_name!r} come from another backbone: their reference is {distance:.3g} "
+            f"deviations away from the expert's, more than {BACKBONE_TOLERANCE}. Load them under another name, on the "
+            "backbone they were trained on."
+        )

@@ -1,0 +1,68 @@
+"""Labels and loss of whatever answers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+
+class Outputs(NamedTuple):
+    """Labels and loss of a model: the base's own, or an expert's."""
+
+    id2label: dict[int, str] | None
+    loss_function: Any
+    problem_type: str | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Outputs:
+        config = getattr(model, "config", None)
+        id2label = getattr(config, "id2label", None)
+        # Only what was set on the model itself: otherwise transformers finds the loss by the model's class.
+        return cls(
+            None if id2label is None else dict(id2label),
+            model.__dict__.get("_loss_function"),
+            getattr(config, "problem_type", None),
+        )
+
+    def names(self, head: nn.Module) -> list[str]:
+        """Class names of the base: those of its config, or the numbers of its outputs."""
+        if self.id2label:
+            return [str(self.id2label[i]) for i in sorted(self.id2label)]
+        base = head.get_base_layer() if isinstance(head, BaseTunerLayer) else head
+        outputs = getattr(base, "out_features", 0)
+        if not outputs:
+            raise ValueError("the base model has no labels to take class names from: pass LucaConfig(classes=[...]).")
+        return [str(i) for i in range(outputs)]
+
+    def apply(self, model: Any) -> None:
+        config: Any = getattr(model, "config", None)
+        if self.id2label is None or not hasattr(config, "id2label"):
+            return
+        config.id2label = dict(self.id2label)
+        config.label2id = {name: i for i, name in self.id2label.items()}
+        config.problem_type = self.problem_type
+        if hasattr(model, "num_labels"):
+            model.num_labels = len(self.id2label)
+        if self.loss_function is not None:
+            model.loss_function = self.loss_function
+        else:
+            model.__dict__.pop("_loss_function", None)
+
+
+def cross_entropy(
+    labels: Tensor, logits: Tensor, config: Any = None, num_items_in_batch: Any = None, **kwargs: Any
+) -> Tensor:
+    """
+    The loss of an image classifier of any width, also of one class, where transformers' own takes a regression.
+
+    Args:
+        labels (`torch.Tensor` of shape `(batch,)`): Class ids; -100 is ignored.
+        logits (`torch.Tensor` of shape `(batch, classes)`): Scores.
+        num_items_in_batch (`int`, *optional*): Divide the sum by this, for gradient accumulation.
+    """
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = F.cross_entropy(logits.float(), labels.to(logits.device), reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
