@@ -159,16 +159,17 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         scale = self.luca_scale[adapter_name].detach()
         return bool(scale == torch.tensor(config.scale, dtype=scale.dtype))
 
-    def expected_keys(self, adapter_name: str) -> set[str]:
-        """Names, relative to the layer, of every tensor that belongs to an expert."""
-        keys: set[str] = set()
+    def tensors(self, adapter_name: str) -> dict[str, Tensor]:
+        """Every tensor of an expert, by its name relative to the layer."""
+        found: dict[str, Tensor] = {}
         for container in (*self.adapter_layer_names, *self.other_param_names):
-            entries = getattr(self, container)
-            if adapter_name in entries:
-                entry = entries[adapter_name]
-                inner = [f".{key}" for key in entry.state_dict()] if isinstance(entry, nn.Module) else [""]
-                keys.update(f"{container}.{adapter_name}{key}" for key in inner)
-        return keys
+            if adapter_name in getattr(self, container):
+                entry = getattr(self, container)[adapter_name]
+                inner = (
+                    {"": entry} if isinstance(entry, Tensor) else {f".{k}": t for k, t in entry.state_dict().items()}
+                )
+                found |= {f"{container}.{adapter_name}{key}": tensor for key, tensor in inner.items()}
+        return found
 
     @property
     def in_features(self) -> int:

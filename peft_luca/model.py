@@ -442,7 +442,7 @@ class LucaModel(BaseTuner):
         # Not super()'s, which would take the tensors of other methods' adapters inside the backbone as well.
         path, layer = find_layer(model)
         path = path.removeprefix("_fsdp_wrapped_module.")  # which FSDP's state dict leaves out
-        expected = [f"{path}.{key}" for key in sorted(layer.expected_keys(adapter_name))]
+        expected = [f"{path}.{key}" for key in sorted(layer.tensors(adapter_name))]
         lost = [key for key in expected if key not in state_dict]
         if lost:
             raise RuntimeError(
@@ -460,7 +460,7 @@ class LucaModel(BaseTuner):
         )
         path, layer = find_layer(model)
         try:
-            missing = {f"{path}.{key}" for key in layer.expected_keys(adapter_name)} - set(remapped)
+            missing = {f"{path}.{key}" for key in layer.tensors(adapter_name)} - set(remapped)
             if missing:
                 raise ValueError(
                     f"the file of expert {adapter_name!r} lacks {sorted(missing)}. It is not whole, or was made by "

@@ -1,4 +1,4 @@
-"""What a user hands to a stream → a train and a test `datasets.Dataset`: datasets, folders, streams of rows, Hub ids."""
+"""What a user hands to a stream (datasets, folders, streams of rows, Hub ids) → a train and a test `Dataset`."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _on_disk(dataset: Any) -> Any:
     """A streaming dataset read once, to its end, into a file that goes with the process; anything else as it is."""
     if not isinstance(dataset, IterableDataset):
         return dataset
-    features = dataset.features
+    dataset, features = dataset.with_format(None), dataset.features
     for name, feature in (features or {}).items():
         if isinstance(feature, Image):  # as it is encoded: decoded and encoded again it would not be the same
             dataset = dataset.cast_column(name, Image(decode=False))

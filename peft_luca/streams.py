@@ -61,10 +61,10 @@ class TaskStream:
 
     Labels may be a `ClassLabel`, strings (sorted by name) or non-negative integers (sorted by value, named
     `str(label)`). Train and test are matched by name, so their `ClassLabel`s may number the classes differently. Names
-    that a `ClassLabel` declares but no train image has are left out. Names that are the same but for their Unicode form
-    are refused, names that are the same but for capital letters or spaces are two classes, with a warning. A streaming
-    dataset, which need have no length, is read once into a file that goes with the process: what a task's classes are
-    has to be known before it is learnt.
+    that a `ClassLabel` declares but no train image has are left out. Names that are the same but for their Unicode
+    form are refused, names that are the same but for capital letters or spaces are two classes, with a warning. A
+    streaming dataset, which need have no length, is read once into a file that goes with the process: what a task's
+    classes are has to be known before it is learnt.
 
     Args:
         label_column (`str`):
@@ -402,6 +402,11 @@ def _images_only(dataset: Dataset, column: str, where: str) -> Dataset:
         raise ValueError(
             f"column {column!r} of {where} must be decoded images, found {feature}; use "
             f"dataset.cast_column({column!r}, datasets.Image())"
+        )
+    if feature.mode not in (None, "RGB"):
+        raise ValueError(
+            f"column {column!r} of {where} asks for images of the mode {feature.mode!r}, but all are brought to RGB; "
+            f"use dataset.cast_column({column!r}, datasets.Image())"
         )
     return dataset.select_columns([column]).with_format(None)
 
