@@ -156,6 +156,7 @@ def to_rgb(image: Any) -> Image.Image:
 
 
 def _upright(image: Image.Image) -> Image.Image:
+    image.load()  # first: a TIFF is turned by it
     # Not ImageOps.exif_transpose, which writes EXIF anew, and so fails where that is broken.
     try:
         method = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation))  # type: ignore[arg-type]

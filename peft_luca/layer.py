@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ from .statistics import ClassStatistics, unit_features
 # Rows are multiplied with at most this many numbers of (batch, experts, rows) in memory at a time.
 SCORES_BUDGET = 2**25
 
+_MAKING_READY = threading.RLock()
 _READ_FEATURES: ContextVar[bool] = ContextVar("peft_luca_read_features", default=False)
 
 
@@ -400,20 +402,25 @@ class LucaLayer(nn.Module, BaseTunerLayer):
     def statistics_routing(self) -> StatisticsRouting:
         """The statistics router that is set, made ready anew when the experts change."""
         assert isinstance(self.router, StatisticsRouter)
-        device = self.class_index.device
-        if self._statistics_routing is None or self._statistics_routing.part_class.device != device:
-            _, options = RouterOptions.split(self.router_options)
-            parts = gather_statistics(self)
-            self._statistics_routing = StatisticsRouting(self.router, parts, self.class_index, **options)
-        return self._statistics_routing
+        index, routing = self.class_index, self._statistics_routing
+        if routing is not None and routing.part_class.device == index.device:
+            return routing
+        with _MAKING_READY:  # threads that ask at once wait for the first, and take no memory of their own
+            routing = self._statistics_routing
+            if routing is None or routing.part_class.device != index.device:
+                _, options = RouterOptions.split(self.router_options)
+                routing = StatisticsRouting(self.router, gather_statistics(self), index, **options)
+                self._statistics_routing = routing
+        return routing
 
     @property
     def class_index(self) -> ClassIndex:
         """The global label space of the layer's experts, made anew when they change."""
         device = next(iter(self.luca_class_rows.values())).device
-        if self._class_index is None or self._class_index.device != device:
-            self._class_index = ClassIndex(self.configs, device)
-        return self._class_index
+        index = self._class_index
+        if index is None or index.device != device:
+            index = self._class_index = ClassIndex(self.configs, device)
+        return index
 
     # ---- training ------------------------------------------------------------------------------------------------
 

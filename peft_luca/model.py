@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -206,9 +207,14 @@ class LucaModel(BaseTuner):
                 f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}. The model has "
                 f"{', '.join(self.experts)}."
             )
-        handle = self.layer.register_forward_pre_hook(
-            lambda layer, inputs, named: (inputs, {**named, "adapter_names": list(adapter_names)}), with_kwargs=True
-        )
+        thread = threading.get_ident()
+
+        def name(layer: LucaLayer, inputs: Any, named: dict[str, Any]) -> Any:
+            if threading.get_ident() != thread:  # the names are of this thread's images
+                return None
+            return inputs, {**named, "adapter_names": list(adapter_names)}
+
+        handle = self.layer.register_forward_pre_hook(name, with_kwargs=True)
         try:
             yield
         finally:
