@@ -143,7 +143,6 @@ def to_rgb(image: Any) -> Image.Image:
             raise ValueError(
                 f"{error} Make it smaller or, if you trust it, set PIL.Image.MAX_IMAGE_PIXELS."
             ) from error
-        image.load()
     image = _upright(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _to_eight_bits(image)
@@ -235,12 +234,12 @@ def check_processor(collator: ImageCollator, model: nn.Module) -> None:
         pixels = collator.blank((width, height) if height and width else (32, 32))
     except ValueError as error:
         raise ValueError(
-            f"the backbone takes pictures of {channels} channels, which {name} cannot make: {error}. {remedy} "
-            f"image_mean and image_std to {channels} numbers."
+            f"the backbone has num_channels={channels}, but {name} cannot make such pictures: {error}. {remedy} "
+            "image_mean and image_std to as many numbers."
         ) from error
     if pixels.shape[1] != channels:
         raise ValueError(
-            f"the backbone takes pictures of {channels} channels, but {name} makes them of {pixels.shape[1]}. "
+            f"the backbone has num_channels={channels}, but {name} makes pictures with {pixels.shape[1]}. "
             f"{remedy} do_convert_rgb."
         )
     if not height or tuple(pixels.shape[2:]) == (height, width):

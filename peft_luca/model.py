@@ -429,7 +429,7 @@ class LucaModel(BaseTuner):
         """
         name = adapter_name or self.active_adapters[0]
         mean, std = self.layer.luca_reference_mean[name], self.layer.luca_reference_std[name]
-        if is_identity(mean, std):
+        if mean.is_meta or is_identity(mean, std):  # on the meta device that asks for the weights
             reference = self.backbone.reference(self.pooled_features)
             mean.copy_(reference[0])
             std.copy_(reference[1])
