@@ -1,11 +1,17 @@
 import json
+import tempfile
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from conftest import make_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import PeftConfig
 
 from peft_luca import LucaConfig
-from peft_luca.config import OWN_RECIPE
+from peft_luca.config import ARRANGEMENTS, HEADS, NORM_POSITIONS, OWN_RECIPE, ROW_INITS
+from peft_luca.untrusted import InvalidExpertError, read_config
 
 
 @pytest.mark.parametrize(
@@ -108,3 +114,68 @@ def test_without_classes_they_are_the_bases_labels(vit):
 def test_values_that_only_look_right_are_refused(changes, match):
     with pytest.raises(ValueError, match=match):
         LucaConfig(**changes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "classes": st.lists(
+                st.text(st.characters(categories=["L", "N", "P"]), min_size=1), min_size=1, max_size=5
+            ),
+            "reduction": st.integers(1, 99),
+            "adapter_width": st.none() | st.integers(1, 99),
+            "calibrator_width": st.none() | st.integers(1, 99),
+            "arrangement": st.sampled_from(ARRANGEMENTS),
+            "norm_position": st.sampled_from(NORM_POSITIONS),
+            "head": st.sampled_from(HEADS),
+            "scale": st.none() | st.floats(1e-6, 1e6),
+            "positive_scale": st.none() | st.booleans(),
+            "init_rows": st.sampled_from([None, *ROW_INITS]),
+            "reference": st.none() | st.booleans(),
+        },
+    )
+)
+def test_whatever_is_accepted_comes_back_from_its_file(values):
+    try:
+        config = LucaConfig(**values)
+    except ValueError as error:
+        assert "classes" in values  # which may come twice, or look alike
+        assert "class" in str(error)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        back = PeftConfig.from_pretrained(folder)
+        assert read_config_of_a_stranger(folder, config).to_dict() == back.to_dict()
+    assert back.to_dict() == config.to_dict() | {"inference_mode": back.inference_mode}
+    template = config.resolve().template()
+    assert {name: getattr(template, name) for name in values} == values
+
+
+def read_config_of_a_stranger(folder, config):
+    """A config without classes is not an expert's, and refused as such."""
+    if config.classes is None:
+        with pytest.raises(InvalidExpertError, match="classes"):
+            read_config(Path(folder))
+        return PeftConfig.from_pretrained(folder)
+    return read_config(Path(folder))
+
+
+JUNK = (
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3) | st.lists(st.text(max_size=2))
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from([f.name for f in fields(LucaConfig) if f.init]), JUNK, max_size=4))
+def test_whatever_is_wrong_is_a_value_error(values):
+    ours = set(LucaConfig.__annotations__)
+    try:
+        config = LucaConfig(**{name: value for name, value in values.items() if name in ours})
+    except ValueError as error:
+        assert any(name in str(error) or "class" in str(error) for name in values)
+        return
+    assert config.reduction >= 1
+    assert config.scale is None or 0 < config.scale < float("inf")
+    assert config.classes is None or all(isinstance(name, str) and name for name in config.classes)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peft_luca.closed_form import Gaussian, Prototype, Ridge
-from peft_luca.statistics import STATISTICS_NAME, ClassStatistics, pool, unit_features
+from peft_luca.statistics import STATISTICS_FORMAT, STATISTICS_NAME, ClassStatistics, pool, projection, unit_features
 
 
 NAMES = ("ant", "bee", "cat", "dog", "eel")
@@ -259,3 +259,12 @@ def test_what_the_background_explains_better_is_not_known(classifier):
     total = torch.cat([scores, background[:, None]], 1).div(2.0).softmax(1)[:, :-1].sum(1)
     torch.testing.assert_close(made.log_known(test).exp(), total, rtol=1e-2, atol=1e-2)
     assert made.log_known(x).exp().mean() > made.log_known(images(seed=9)[0]).exp().mean()
+
+
+def test_what_files_of_other_machines_depend_on():
+    """Fixed for good: the file's name, its format, its default rank, and the directions of the random features."""
+    assert (STATISTICS_NAME, STATISTICS_FORMAT) == ("statistics.safetensors", 1)
+    x = unit_features(torch.randn(90, 80, generator=torch.Generator().manual_seed(0)).double())
+    assert len(ClassStatistics.collect(x, torch.zeros(90).long(), ["a"]).factors[0]) == 64
+    expected = [[1.76405235, 0.40015721, 0.97873798], [2.2408932, 1.86755799, -0.97727788]]
+    torch.testing.assert_close(projection(2, 3), torch.tensor(expected).double(), rtol=0, atol=1e-7)
