@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -198,8 +198,9 @@ def check_classes(classes: Any) -> list[str]:
     Raises:
         ValueError: with the names that are not.
     """
-    if isinstance(classes, str):
-        raise ValueError(f"classes must be a list of class names, got the string {classes!r}.")
+    if isinstance(classes, str) or not isinstance(classes, Iterable):
+        kind = "the string " if isinstance(classes, str) else ""
+        raise ValueError(f"classes must be a list of class names, got {kind}{classes!r}.")
     if isinstance(classes, (set, frozenset)):
         raise ValueError(f"classes must be in an order, that of the expert's rows, but a set has none: {classes!r}.")
     names = list(classes)
