@@ -252,6 +252,17 @@ def run(module: str, place: int | None) -> tuple[str, tuple[int, str, str] | Non
         time.sleep(0.02)
 
 
+def of_results(files: list[Path]) -> tuple[list[tuple[str, int]], Counter[tuple[str, str]]]:
+    """The mutants that survived in earlier results, and the counts of those that were killed."""
+    survived, killed = [], Counter()
+    for file in files:
+        results = json.loads(file.read_text(encoding="utf-8"))
+        survived += [(mutant["module"], mutant["place"]) for mutant in results["survivors"]]
+        for module, counts in results["modules"].items():
+            killed[module, "killed"] += counts["killed"]
+    return sorted(survived), killed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300)
@@ -260,6 +271,7 @@ def main() -> None:
     parser.add_argument(
         "--part", default="1/1", help="i/n: the i-th of n parts of the sample, to run them side by side"
     )
+    parser.add_argument("--again", type=Path, nargs="+", help="results whose survivors are tried once more")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     part, parts = map(int, args.part.split("/"))
@@ -270,6 +282,8 @@ def main() -> None:
         if outcome != "survived":
             sys.exit(f"the tests of {module} fail as the code is")
     counts: Counter[tuple[str, str]] = Counter()
+    if args.again:
+        sample, counts = of_results(args.again)
     survivors = []
     for module, place in sample:
         outcome, (line, before, after) = run(module, place)
@@ -280,16 +294,16 @@ def main() -> None:
     killed = sum(count for (_, outcome), count in counts.items() if outcome == "killed")
     results = {
         "command": f"python tests/mutation.py --count {args.count} --seed {args.seed}",
-        "mutants": len(sample),
+        "mutants": sum(counts.values()),
         "killed": killed,
-        "share_killed": round(killed / len(sample), 4),
+        "share_killed": round(killed / sum(counts.values()), 4),
         "modules": {
             module: {outcome: counts[module, outcome] for outcome in ("killed", "survived")}
-            for module in sorted({module for module, _ in sample})
+            for module in sorted({module for module, _ in counts})
         },
         "survivors": survivors,
     }
-    sys.stderr.write(f"{killed} of {len(sample)} mutants killed\n")
+    sys.stderr.write(f"{killed} of {results['mutants']} mutants killed\n")
     if args.out:
         args.out.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -174,8 +174,8 @@ def test_no_order_of_tasks_changes_what_a_task_is(names, data):
     for task in one:
         assert task.classes == by_name[task.name].classes
         assert names_of(one, task.train) == names_of(other, by_name[task.name].train)
-    for _ in range(len(tasks)):
-        one.pop()
+    for task in reversed(list(one)):
+        assert one.pop() is task
     assert (len(one), one.classes) == (0, ())
 
 

@@ -268,3 +268,15 @@ def test_what_files_of_other_machines_depend_on():
     assert len(ClassStatistics.collect(x, torch.zeros(90).long(), ["a"]).factors[0]) == 64
     expected = [[1.76405235, 0.40015721, 0.97873798], [2.2408932, 1.86755799, -0.97727788]]
     torch.testing.assert_close(projection(2, 3), torch.tensor(expected).double(), rtol=0, atol=1e-7)
+
+
+def test_what_the_ranks_leave_out_adds_up():
+    x, y = images(sizes=(30, 9, 14, 12, 11))
+    half = torch.arange(len(y)) % 2 == 0
+    parts = {
+        name: ClassStatistics.collect(x[rows], y[rows], NAMES, rank=2) for name, rows in (("s", half), ("t", ~half))
+    }
+    assert all(part.remainder.sum() > 0 for part in parts.values())
+    pooled = pool(parts)
+    torch.testing.assert_close(pooled.remainder, parts["s"].remainder + parts["t"].remainder)
+    assert torch.equal(pooled.errors, torch.maximum(parts["s"].errors, parts["t"].errors))

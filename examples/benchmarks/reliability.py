@@ -1,6 +1,6 @@
 """
-Runs the tests of what is dirty, long or parallel, the slow ones included, and writes down how many cases there were and
-what was measured in them.
+Runs the tests of what is dirty, long or parallel, the slow ones included, and writes down how many cases there were
+and what was measured in them.
 
     python examples/benchmarks/reliability.py
 """
