@@ -176,7 +176,7 @@ def test_a_stream_without_test_images_has_no_figures_and_no_nan(out):
 # --- interrupted ---
 
 RUN = """
-    import os, sys
+    import os, signal, sys
     sys.path[:0] = {path!r}
     os.environ["HF_DATASETS_CACHE"] = {folder!r}
     from pathlib import Path
@@ -195,15 +195,14 @@ RUN = """
                 while True:  # until a signal comes
                     pass
 
-    trainer = make_trainer(Path({folder!r}) / "out", callbacks=[Wait()])
-    {before}
-    trainer.train()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job passes it over
+    make_trainer(Path({folder!r}) / "out", callbacks=[Wait()]).train()
 """
 
 
-def started(folder, task, before=""):
+def started(folder, task):
     """A run in a process of its own, that waits within a task, counted from 1."""
-    code = RUN.format(folder=str(folder), task=task, before=before, path=[str(Path(__file__).parent), *sys.path])
+    code = RUN.format(folder=str(folder), task=task, path=[str(Path(__file__).parent), *sys.path])
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.PIPE, text=True)
     while not (folder / "ready").exists():
         assert process.poll() is None, process.communicate()[1][-3000:]

@@ -31,16 +31,18 @@ class Figures:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.cases.setdefault(Path(report.location[0]).name, Counter())[report.outcome] += 1
-            self.measured.update(report.user_properties)
+            self.measured.update(dict(report.user_properties))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "reliability.json"))
+    parser.add_argument("--workers", default="2", help="processes")
     args = parser.parse_args()
     figures = Figures()
     files = [str(ROOT / "tests" / f"test_{name}.py") for name in TESTS]
-    code = pytest.main(["-p", "no:cacheprovider", "-m", "", "--rootdir", str(ROOT), *files], [figures])
+    options = ["-p", "no:cacheprovider", "-m", "", "-n", args.workers, "--rootdir", str(ROOT)]
+    code = pytest.main([*options, *files], [figures])
     if code == 0:
         cases = {file: dict(counts) for file, counts in sorted(figures.cases.items())}
         passed = sum(counts["passed"] for counts in figures.cases.values())
