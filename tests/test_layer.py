@@ -270,3 +270,27 @@ def test_confidence_is_the_answers_probability_at_the_routers_temperature(option
     routed = model.route(pixels())
     expected = (routed.logits.double() / options.get("temperature", 1.0)).softmax(dim=1).amax(dim=1)
     torch.testing.assert_close(routed.confidence.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_large_batch_is_taken_piece_by_piece(monkeypatch):
+    model = make_model({"s": ["a", "b"], "t": ["c", "d", "e"]})
+    layer, z = model.base_model.layer, torch.randn(10, D, generator=torch.Generator().manual_seed(0))
+    whole, real, sizes = layer.route(z), layer.scores, []
+    monkeypatch.setattr("peft_luca.layer.SCORES_BUDGET", 3 * 2 * 5)  # three samples of two experts and five classes
+    monkeypatch.setattr(layer, "scores", lambda part: sizes.append(len(part)) or real(part))
+    pieces = layer.route(z)
+    assert sizes == [3, 3, 3, 1]
+    assert torch.equal(pieces.expert, whole.expert)
+    torch.testing.assert_close(pieces.logits, whole.logits)
+
+
+def test_class_means_are_those_of_float64_to_the_bit():
+    layer = make_model({"t": ["a", "b"]}).base_model.layer
+    z = 100 + torch.randn(5000, D, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(5000) % 2
+    expected = [layer.standardise(z, "t")[labels == k].double().mean(dim=0) for k in (0, 1)]
+    layer.set_rows_to_class_means("t", z, labels, adapted=False)
+    for row, mean in zip(layer.luca_class_rows["t"], expected, strict=True):
+        assert ((row.detach().double() - mean).abs() <= 2**-23 * mean.abs()).all()
+    with pytest.raises(ValueError, match=r"the images per label are \[2, 0\]"):
+        layer.set_rows_to_class_means("t", z[:2], torch.tensor([0, 0]))

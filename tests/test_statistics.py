@@ -280,3 +280,14 @@ def test_what_the_ranks_leave_out_adds_up():
     pooled = pool(parts)
     torch.testing.assert_close(pooled.remainder, parts["s"].remainder + parts["t"].remainder)
     assert torch.equal(pooled.errors, torch.maximum(parts["s"].errors, parts["t"].errors))
+
+
+def test_a_missing_class_is_counted_and_sums_keep_their_precision():
+    x, y = images()
+    with pytest.raises(ValueError, match=r"the images per label are \[2, 0\]"):
+        ClassStatistics.collect(x[:2], torch.tensor([0, 0]), ["a", "b"])
+    whole = ClassStatistics.collect(x, y, NAMES, random_features=4)
+    assert "gram=" not in repr(whole)
+    assert "random_sums=" not in repr(whole)
+    pooled = pool({"s": whole, "t": whole})
+    assert (pooled.gram.dtype, pooled.random_sums.dtype) == (torch.float64, torch.float64)
