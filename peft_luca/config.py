@@ -15,13 +15,14 @@ from peft.utils import PeftType
 
 # Names of experts, and so of tasks: adapters of PEFT, modules of torch, folders on any disk.
 NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+# Class names end in labels, in cards and on screens.
+MAX_CLASS_NAME = 1000
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 ARRANGEMENTS = ("adapter_calibrator", "calibrator_adapter", "parallel", "adapter", "calibrator")
 NORM_POSITIONS = ("after_residual", "before_residual")
 HEADS = ("cosine", "linear")
 ROW_INITS = ("class_means", "random", "zeros")
 POOLED = ("cls", "any")
-MAX_CLASS_NAME = 1000
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 # In every adapter_config.json, for whom PEFT tells no more than KeyError: 'LUCA'.
 READ_WITH = "peft_luca: pip install peft-luca, then `import peft_luca` before loading this with PEFT"
@@ -209,7 +210,7 @@ def check_classes(classes: Any) -> list[str]:
     wrong = [name for name in names if not isinstance(name, str) or not name.strip()]
     if wrong:
         raise ValueError(f"class names must be non-empty strings, got {wrong[:5]!r}.")
-    unfit = [name for name in names if len(name) > MAX_CLASS_NAME or _CONTROL.search(name)]
+    unfit = [name for name in names if len(name) > MAX_CLASS_NAME or CONTROL.search(name)]
     if unfit:
         raise ValueError(
             f"class names have at most {MAX_CLASS_NAME} characters and no control characters, got "
