@@ -207,3 +207,12 @@ def test_figures_of_the_cost_page_are_those_of_its_results():
     assert f"takes {overhead['times_of_stock']['continual_train']:.2f} times what a stock" in text
     assert f"saving, {overhead['times_of_stock']['continual_train_task']:.2f} times" in text
     assert f"train in {memory['rss_anon_beyond_gib']:.2f} GiB of anonymous memory" in text
+
+
+def test_figures_of_the_reliability_page_are_those_of_its_results():
+    text = " ".join((ROOT / "docs" / "reliability.md").read_text(encoding="utf-8").split())
+    results = results_of("mutation.json")
+    assert results["share_killed"] >= 0.9
+    assert f"in a sample of {results['mutants']} places" in text
+    assert f"The tests notice {results['killed']} of them ({100 * results['share_killed']:.1f} %)" in text
+    assert all(mutant["why"] for mutant in results["survivors"])
