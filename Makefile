@@ -5,17 +5,23 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow test-mutation test-peft style quality install clean
+.PHONY: demo test test-slow test-mutation test-peft docs space test-space style quality install clean
 
 $(BIN)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(BIN)/installed-demo $@
+
+# The demonstration needs less than the tests do, and so is there sooner.
+$(BIN)/installed-demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[examples,plots]"
 	touch $@
 
 install: $(BIN)/installed
 
-demo: install
-	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/cil.py
+demo: $(BIN)/installed-demo
+	$(BIN)/accelerate launch --quiet --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/cil.py
 
 test: install
 	$(BIN)/python -m pytest -n 2
@@ -33,6 +39,27 @@ test-mutation: install
 test-peft: install
 	$(BIN)/python -m pytest -m slow tests/test_upstream.py
 
+# The pages of docs/ as a site, in site/. It needs no network; a page or a name that is missing is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The demonstration in a browser. gradio asks for an older Pillow than constraints.txt has, so that it has its own place.
+.venv-space/installed: examples/space/requirements.txt constraints.txt
+	$(PYTHON) -m venv .venv-space
+	grep -v '^pillow=' constraints.txt > .venv-space/constraints.txt
+	.venv-space/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-space/constraints.txt \
+		-e . -r examples/space/requirements.txt
+	touch $@
+
+space: .venv-space/installed
+	.venv-space/bin/python examples/space/app.py
+
+# Needs a Chromium: apt-get install chromium.
+test-space: .venv-space/installed
+	.venv-space/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-space/constraints.txt \
+		pytest pytest-xdist playwright
+	.venv-space/bin/python -m pytest -m slow tests/test_space.py
+
 style: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -43,4 +70,4 @@ quality: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info
+	rm -rf $(VENV) .venv-space out site build dist *.egg-info

@@ -12,12 +12,15 @@ ContinualTrainingArguments are taken too.
     accelerate launch examples/cil.py --model google/vit-base-patch16-224-in21k --dataset cifar100 \
         --label_column fine_label --increment 10
 
-Running it again in the same --output_dir goes on where it stopped.
+Running it again in the same --output_dir goes on where it stopped. The arguments may also come from a JSON file:
+
+    accelerate launch examples/cil.py arguments.json
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,13 +28,15 @@ import torch
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL.Image import fromarray
 from sklearn.datasets import load_digits
-from transformers import AutoImageProcessor, AutoModelForImageClassification, HfArgumentParser
+from transformers import AutoImageProcessor, AutoModelForImageClassification, HfArgumentParser, PreTrainedModel
+from transformers.utils import logging
 
 from peft_luca import ContinualTrainer, ContinualTrainingArguments, LucaConfig, TaskStream
 from peft_luca.metrics import summarize
 
 
 DIGITS = "digits"
+DTYPES = ("float32", "float16", "bfloat16", "float64")
 BUNDLED_BACKBONE = Path(__file__).parent / "assets" / "letters-vit"
 
 
@@ -50,7 +55,7 @@ class ExampleArguments:
     init_classes: int | None = field(default=None, metadata={"help": "Classes of the first task, if another number."})
     class_order_seed: int = field(default=1993, metadata={"help": "Seed of the class order."})
     test_size: float | None = field(default=None, metadata={"help": "Share held out, if there is no test split."})
-    dtype: str = field(default="float32", metadata={"help": "Type of the backbone's weights."})
+    dtype: str = field(default="float32", metadata={"help": "Type of the backbone's weights.", "choices": DTYPES})
     luca_config: str = field(default="{}", metadata={"help": "Fields of LucaConfig, as JSON."})
 
 
@@ -115,18 +120,64 @@ def table(results: dict, baseline: dict) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    example, args = HfArgumentParser((ExampleArguments, ContinualTrainingArguments)).parse_args_into_dataclasses()
+def load_backbone(name: str, dtype: str) -> PreTrainedModel:
+    """An image classifier, whose head the experts take the place of: that it is new is nothing to be told of."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        model, found = AutoModelForImageClassification.from_pretrained(
+            name, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    lacking = sorted(key for key in found["missing_keys"] if not key.startswith("classifier."))
+    if lacking:
+        print(f"warning: {name} has no weights for {', '.join(lacking[:5])}, which are random now", file=sys.stderr)
+    return model
+
+
+def parse_arguments() -> tuple[ExampleArguments, ContinualTrainingArguments, LucaConfig]:
+    """From the command line, or from a JSON file that it names."""
+    usage = "cil.py [ARGUMENTS.json] [--ARGUMENT VALUE ...]   (cil.py --help lists them)"
+    parser = HfArgumentParser((ExampleArguments, ContinualTrainingArguments), usage=usage)
+    if len(sys.argv) == 2 and sys.argv[1].endswith(".json"):
+        try:
+            example, args = parser.parse_dict(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+        except OSError as error:
+            parser.error(f"{sys.argv[1]} cannot be read: {error.strerror}")
+        except (ValueError, TypeError, AttributeError) as error:
+            parser.error(f"{sys.argv[1]} does not hold arguments as one JSON object: {error}")
+    else:
+        try:
+            example, args = parser.parse_args_into_dataclasses()
+        except ValueError as error:
+            parser.error(str(error))
+    if example.dtype not in DTYPES:  # a file is not checked by the parser
+        parser.error(f"dtype must be one of {', '.join(DTYPES)}, got {example.dtype!r}")
+    try:
+        config = LucaConfig(**json.loads(example.luca_config))
+    except (ValueError, TypeError) as error:
+        parser.error(
+            f"--luca_config must hold fields of LucaConfig as one JSON object, got {example.luca_config}: {error}"
+        )
     if args.output_dir == "trainer_output":  # what Trainer takes when none is given
         args.output_dir = str(Path("out") / Path(example.dataset).name)
-    stream = make_stream(example)
-    trainer = ContinualTrainer(
-        model=AutoModelForImageClassification.from_pretrained(example.model, dtype=getattr(torch, example.dtype)),
-        args=args,
-        stream=stream,
-        luca_config=LucaConfig(**json.loads(example.luca_config)),
-        processing_class=AutoImageProcessor.from_pretrained(example.model),
-    )
+    return example, args, config
+
+
+def main() -> None:
+    example, args, config = parse_arguments()
+    try:
+        stream = make_stream(example)
+        trainer = ContinualTrainer(
+            model=load_backbone(example.model, example.dtype),
+            args=args,
+            stream=stream,
+            luca_config=config,
+            processing_class=AutoImageProcessor.from_pretrained(example.model),
+        )
+    except (ValueError, OSError) as error:  # what was asked for cannot be done: that is all there is to say
+        sys.exit(f"cil.py: {error}")
     if trainer.is_world_process_zero():
         print(stream)
     trainer.train()

@@ -192,6 +192,12 @@ class LucaConfig(PeftConfig):
         return values
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 class`, `2 classes`."""
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{count} {noun if count == 1 else plural}"
+
+
 def check_classes(classes: Any) -> list[str]:
     """
     The class names as a list, checked: not empty, all different, and strings that labels, cards and screens can show.

@@ -32,10 +32,10 @@ from transformers.utils import logging
 from .backbone import check_backbone
 from .cache import write_whole
 from .closed_form import StatisticsRouter
-from .config import NAME_RULE, LucaConfig, check_classes
+from .config import NAME_RULE, LucaConfig, check_classes, counted
 from .head import Head, check_expert_name, find_head
 from .layer import LucaLayer, find_layer
-from .model import LucaModel
+from .model import LucaModel, quiet_peft
 from .model_card import (
     PICTURE_NAME,
     TAGS,
@@ -292,7 +292,7 @@ def push_experts(
 
     def upload() -> CommitInfo:
         with staging:
-            return _push(api, folder, repo_id, revision, commit_message or f"Push {len(names)} experts")
+            return _push(api, folder, repo_id, revision, commit_message or f"Push {counted(len(names), 'expert')}")
 
     return upload() if blocking else api.run_as_future(upload)
 
@@ -666,7 +666,8 @@ def _load(
                 )
             tensors = read_weights(folders[name], config, head.name, head.width)
             if loaded is None:
-                loaded = PeftModel(model, config, adapter_name=name)
+                with quiet_peft():
+                    loaded = PeftModel(model, config, adapter_name=name)
                 # PEFT 0.21 makes rows trainable again when it casts them, in a half-precision model.
                 tuner_of(loaded).set_requires_grad(name, False)
             else:

@@ -16,8 +16,18 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .closed_form import Prototype, StatisticsRouter, StatisticsRouting, gather_statistics
-from .config import LucaConfig
-from .routing import ClassIndex, Oracle, Router, RouterOptions, RoutingOutput, combine_rows, entropy, fill_unknown
+from .config import LucaConfig, counted
+from .routing import (
+    ClassIndex,
+    Oracle,
+    Router,
+    RouterOptions,
+    RoutingOutput,
+    combine_rows,
+    entropy,
+    fill_unknown,
+    router_name,
+)
 from .statistics import ClassStatistics, unit_features
 
 
@@ -197,6 +207,30 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         """Of the base's head; the experts' own widths are those of their rows."""
         return int(getattr(self.base_layer, "out_features", self.input_width))
 
+    def __repr__(self) -> str:
+        """Not every module of every expert, of which there may be a thousand."""
+        parts = [f"(base_layer): {self.base_layer!r}", *self.described()]
+        return f"LucaLayer(width={self.width}\n  " + "\n  ".join(parts) + "\n)"
+
+    def described(self, limit: int = 10) -> list[str]:
+        """Lines that a person reads: who answers, and the experts with their classes."""
+        if self.disable_adapters or not self.active_adapters:
+            who = "disabled: the base's own head"
+        elif self.router is None:
+            who = f"the expert {self.active_adapters[0]!r}"
+        else:
+            who = f"the router {router_name(self.router) or self.router!r}"
+        classes_known = counted(len(self.class_index.classes), "class")
+        lines = [f"{counted(len(self.configs), 'expert')}, {classes_known}; answers: {who}"]
+        for name, config in list(self.configs.items())[:limit]:
+            classes = config.classes or []
+            names = ", ".join(classes[:5]) + (", …" if len(classes) > 5 else "")
+            numbers = sum(parameter.numel() for parameter in self.luca_parameters(name).values())
+            lines.append(f"{name}: {counted(len(classes), 'class')} ({names}), LuCA of {numbers:,} parameters")
+        if len(self.configs) > limit:
+            lines.append(f"… and {counted(len(self.configs) - limit, 'more expert')}")
+        return lines
+
     # ---- the way of the data -------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
@@ -283,6 +317,12 @@ class LucaLayer(nn.Module, BaseTunerLayer):
     def _gate(self, z: Tensor, adapter_name: str) -> Tensor:
         hidden = F.relu(self.luca_calibrator_down[adapter_name](z))
         return torch.sigmoid(self.luca_calibrator_up[adapter_name](hidden))
+
+    def gates(self, z: Tensor, adapter_name: str) -> Tensor:
+        """An expert's calibrator gates on [CLS], between 0 and 1: (batch, d) → (batch, d)."""
+        z = self.standardise(z, adapter_name)
+        adapts_first = self.configs[adapter_name].arrangement == "adapter_calibrator"
+        return self._gate(self._adapt(z, adapter_name) if adapts_first else z, adapter_name)
 
     def scale(self, adapter_name: str) -> Tensor:
         """σ as it is used, a scalar."""
@@ -508,8 +548,8 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         counts = torch.bincount(labels, minlength=len(rows))
         if len(counts) != len(rows) or not counts.all():
             raise ValueError(
-                f"expert {adapter_name!r} has {len(rows)} classes, but the images per label are {counts.tolist()}: "
-                "every class needs at least one image."
+                f"expert {adapter_name!r} has {counted(len(rows), 'class')}, but the images per label are "
+                f"{counts.tolist()}: every class needs at least one image."
             )
         sums = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
         for z, label in zip(features.split(4096), labels.split(4096), strict=True):

@@ -273,6 +273,7 @@ class LucaModel(BaseTuner):
         self._before.give_back(self.model)
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: experts cannot be averaged."""
         raise NotImplementedError(
             "LuCA experts cannot be averaged: each has rows for its own classes, and none is a change of the same "
             "weights. Keep them side by side and let set_router('entropy') choose for each image."
@@ -294,6 +295,14 @@ class LucaModel(BaseTuner):
             self.model.eval()
             self.layer.train(mode)
         return self
+
+    def __repr__(self) -> str:
+        # Of the backbone only what it is: print(model.get_base_model()) has its modules.
+        if not self.targeted_module_names:  # something went wrong on the way
+            return super().__repr__()
+        name = getattr(self.model, "name_or_path", "") or "unnamed"
+        lines = [f"{type(self.model).__name__} ({name})", *self.layer.described()]
+        return "LucaModel(\n  " + "\n  ".join(lines) + "\n)"
 
     # ---- experts and routing -------------------------------------------------------------------------------------
 
@@ -545,3 +554,11 @@ class LucaModel(BaseTuner):
             all_classes = layer.router is not None or layer.over_all_classes
             names = self.classes if all_classes else self.experts[layer.active_adapters[0]]
             Outputs.of_expert(names).apply(self.model)
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """PEFT asks transformers for an attribute by its old name, which is nothing a user can mend."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield

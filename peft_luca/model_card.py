@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ._version import __version__
 from .model import LucaModel
+from .plots import accuracy_matrix
 
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
@@ -161,28 +162,15 @@ def expert_figures(results: Mapping[str, Any] | None, name: str) -> dict[str, fl
 
 def draw_accuracy_matrix(results: Mapping[str, Any] | None, path: Path) -> bool:
     """Draw the accuracy matrix of a run. Returns whether there was one, and matplotlib to draw it with."""
-    matrix = results.get("accuracy_matrix") if results is not None else None
-    if not matrix or all(value is None for row in matrix for value in row):
-        return False
     try:
-        from matplotlib.figure import Figure
+        figure = accuracy_matrix(results or {})
+    except ValueError:  # nothing was measured
+        return False
     except ImportError:
         warnings.warn(
             "the model card has no picture of the accuracy matrix: matplotlib is not installed.", stacklevel=2
         )
         return False
-    values = torch.tensor([[float("nan") if value is None else float(value) for value in row] for row in matrix])
-    figure = Figure(figsize=(4.8, 4.0), layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(100 * values.numpy(), vmin=0, vmax=100, cmap="viridis")
-    if len(matrix) <= 10:
-        for i, row in enumerate(values.tolist()):
-            for j, value in enumerate(row):
-                if value == value:
-                    color = "white" if value < 0.6 else "black"
-                    axes.text(j, i, f"{100 * value:.0f}", ha="center", va="center", color=color, fontsize=8)
-    axes.set(xlabel="task", ylabel="after stage", title="Accuracy, routed (%)")
-    figure.colorbar(image, ax=axes, shrink=0.8)
     figure.savefig(path, dpi=100, metadata={"Software": None})
     return True
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from transformers.trainer_utils import has_length
 
-from .config import LucaConfig
+from .config import LucaConfig, counted
 from .hub import RESULTS_NAME
 from .metrics import forgetting, summarize
 from .streams import TaskStream
@@ -107,8 +107,8 @@ def earlier_run(folder: Path, settings: dict[str, Any], stream: TaskStream, refu
         ) from error
     if refuse:
         raise ValueError(
-            f"{folder} holds a run of {len(records)} tasks. Choose another output_dir, delete it, or call train() "
-            "without resume_from_checkpoint=False to go on with it."
+            f"{folder} holds a run of {counted(len(records), 'task')}. Choose another output_dir, delete it, or "
+            "call train() without resume_from_checkpoint=False to go on with it."
         )
     changes = ", ".join(
         f"{name}: {there.get(name)!r} there, {here!r} now"
@@ -145,6 +145,6 @@ def task_line(done: int, tasks: int, record: Record, figures: dict[str, Any], cl
     if figures.get("last_accuracy") is None:
         return f"{line}: no test images"
     return (
-        f"{line}: accuracy {figures['last_accuracy']:.3f} over {classes} classes, "
+        f"{line}: accuracy {figures['last_accuracy']:.3f} over {counted(classes, 'class')}, "
         f"{figures['task_known_accuracy']:.3f} with the task known, right expert {figures['routing_accuracy']:.3f}"
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .layer import LucaLayer
+from .metrics import Floats
 
 
 @torch.no_grad()
@@ -55,20 +57,19 @@ def overlap_report(layer: LucaLayer, tolerance: float = 0.0) -> dict[str, Any]:
     """
     experts = list(layer.configs)
     parameters = [layer.luca_parameters(name) for name in experts]
-    flat = [torch.cat([p.flatten() for p in found.values()]).double() for found in parameters]
-    alive = [vector.abs() > tolerance for vector in flat]
+    sparsity, overlap = pairwise_overlap(layer, tolerance)
     # Gains of the LayerNorm are near 1 in every expert and would drown the rest.
     matrices = [torch.cat([p.flatten() for p in found.values() if p.ndim == 2]).double() for found in parameters]
     downs = [{k: p for k, p in found.items() if "down" in k and p.ndim == 2} for found in parameters]
     bases = [{key: _row_space(p.double()) for key, p in found.items()} for found in downs]
-    pairs = [(i, j) for j in range(len(experts)) for i in range(j) if flat[i].shape == flat[j].shape]
+    pairs = [(i, j) for j in range(len(experts)) for i in range(j) if not np.isnan(overlap[i, j])]
 
     def mean(values: list[Tensor]) -> float | None:
         return float(torch.stack(values).mean()) if values else None
 
     return {
-        "sparsity": {name: float((~mask).double().mean()) for name, mask in zip(experts, alive, strict=True)},
-        "overlap": mean([(alive[i] & alive[j]).sum() / (alive[i] | alive[j]).sum().clamp(min=1) for i, j in pairs]),
+        "sparsity": dict(zip(experts, sparsity.tolist(), strict=True)),
+        "overlap": mean([torch.tensor(overlap[i, j]) for i, j in pairs]),
         "cosine": mean([torch.cosine_similarity(matrices[i], matrices[j], dim=0) for i, j in pairs]),
         "subspace_cosine": mean(
             [
@@ -78,6 +79,23 @@ def overlap_report(layer: LucaLayer, tolerance: float = 0.0) -> dict[str, Any]:
             ]
         ),
     }
+
+
+@torch.no_grad()
+def pairwise_overlap(layer: LucaLayer, tolerance: float = 0.0) -> tuple[Floats, Floats]:
+    """
+    Share of zeros among each expert's LuCA parameters, (experts,), and for every two experts the numbers that neither
+    has at zero, among those that one has not, (experts, experts): NaN where two are of different shapes.
+    """
+    flat = [torch.cat([p.flatten() for p in layer.luca_parameters(name).values()]) for name in layer.configs]
+    alive = [vector.abs() > tolerance for vector in flat]
+    overlap = np.full((len(alive), len(alive)), np.nan)
+    for i, one in enumerate(alive):
+        for j, other in enumerate(alive[: i + 1]):
+            if one.shape == other.shape:
+                either = max(1, int((one | other).sum()))
+                overlap[i, j] = overlap[j, i] = int((one & other).sum()) / either
+    return np.array([1 - float(mask.double().mean()) for mask in alive]), overlap
 
 
 def _row_space(weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .cache import write_whole
-from .config import check_classes
+from .config import check_classes, counted
 from .untrusted import MAX_JSON_BYTES, InvalidExpertError, Wanted, parse_object, read_tensors, show
 
 
@@ -99,7 +99,7 @@ class ClassStatistics:
         if len(counts) != len(classes) or not counts.all():
             raise ValueError(
                 f"statistics need an image of every class, but the images per label are {counts.tolist()} for the "
-                f"{len(classes)} classes {list(classes)[:5]}."
+                f"{counted(len(classes), 'class')} {list(classes)[:5]}."
             )
         if rank is not None and rank < 0:
             raise ValueError(f"rank must be at least 0, or None for the full scatter, got {rank}.")

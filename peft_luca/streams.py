@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, DatasetDict, Image, IterableDataset, IterableDatasetDict, Value
 
-from .config import NAME_RULE, check_classes
+from .config import NAME_RULE, check_classes, counted
 from .sources import DatasetLike, splits_of
 
 
@@ -291,13 +291,14 @@ class TaskStream:
 
         total = counts(sum(len(t.train) for t in self), sum(len(t.test) for t in self if t.test is not None))
         lines = [
-            f"  {task.name}: {len(task.classes)} classes ({_some(task.classes, 3)}), "
+            f"  {task.name}: {counted(len(task.classes), 'class')} ({_some(task.classes, 3)}), "
             f"{counts(len(task.train), 0 if task.test is None else len(task.test))}"
             for task in self._tasks[:10]
         ]
         if len(self) > 10:
-            lines.append(f"  ... and {len(self) - 10} more tasks")
-        return "\n".join([f"TaskStream: {len(self)} tasks, {len(self.classes)} classes, {total}", *lines])
+            lines.append(f"  ... and {counted(len(self) - 10, 'more task')}")
+        head = f"TaskStream: {counted(len(self), 'task')}, {counted(len(self.classes), 'class')}, {total}"
+        return "\n".join([head, *lines])
 
     def _read(self, train: Dataset, test: Dataset | None, where: str = "") -> tuple["_Split", "_Split | None"]:
         """Read and check one dataset; its test images are matched to its train images' classes by name."""

@@ -10,7 +10,6 @@ import re
 import shutil
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -31,9 +30,10 @@ from transformers import EvalPrediction, ProgressCallback, Trainer, set_seed
 from transformers.trainer_utils import HubStrategy, TrainOutput, has_length, seed_worker
 from transformers.utils import logging
 
-from .cache import LOCK_NAME, alone_in, writing
+from . import plots
+from .cache import LOCK_NAME, alone_in, write_whole, writing
 from .closed_form import StatisticsRouter, gather_statistics
-from .config import LucaConfig
+from .config import LucaConfig, counted
 from .features import (
     FeatureDataset,
     default_cache_dir,
@@ -53,7 +53,7 @@ from .hub import (
 )
 from .images import ImageCollator, channels_of, check_processor, image_size, undecoded
 from .learning import EpochBatches, EpochLoader, FeatureHead, TaskProgressCallback
-from .model import LucaModel
+from .model import LucaModel, quiet_peft
 from .model_card import make_card
 from .records import (
     COMPARING_STAGES,
@@ -75,6 +75,7 @@ from .untrusted import MANIFEST_NAME, MAX_NUMBER
 
 logger = logging.get_logger(__name__)
 
+PLOTS_NAME = "plots"
 # Arguments that have values of their own while a task is learnt.
 WITHIN_A_TASK = (
     "seed dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers "
@@ -143,6 +144,8 @@ class ContinualTrainer(Trainer):
                 "the model's weights are on the meta device, where there are none. Load them with "
                 "AutoModelForImageClassification.from_pretrained, outside of torch.device('meta')."
             )
+        if args.plots:
+            plots.check_installed()  # now, not when all has been learnt
         if args.augmentation:
             image_size(processing_class)  # says so when the processor has none
         template, model = _template(model, luca_config)
@@ -218,6 +221,8 @@ class ContinualTrainer(Trainer):
             self.push_to_hub()
         steps = sum(output.global_step for output in outputs)
         loss = sum(output.training_loss * output.global_step for output in outputs) / max(steps, 1)
+        if self.args.plots:
+            self.save_plots()
         return TrainOutput(steps, loss, self._figures())
 
     def train_task(self, task: Task | DatasetLike, name: str | None = None) -> TrainOutput:
@@ -361,6 +366,37 @@ class ContinualTrainer(Trainer):
         self.log({name: value for name, value in metrics.items() if isinstance(value, float)})
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return {**metrics, f"{metric_key_prefix}_accuracy_matrix": matrix}
+
+    def save_plots(self) -> list[Path]:
+        """
+        Draw the pictures of [`~peft_luca.plots`] as they are now, into `plots` in the output folder, and into
+        TensorBoard where it is being written to. With several processes all have to ask.
+
+        Returns:
+            `list[Path]`: The files; none on all processes but the first.
+        """
+        tuner = self.tuner  # says so when nothing has been learnt
+        features, images = {}, {}
+        for task in self.stream:
+            if task.name in tuner.experts and task.test is not None:
+                test = self.features(task, "test")  # every process takes its part
+                features[task.name] = FeatureDataset(test.features, self._ids(test.labels, task.classes))
+                images[task.name] = self._readable(task, "test")[self.stream.image_column]
+        if not self.is_world_process_zero():
+            return []
+        folder, files = Path(self.args.output_dir) / PLOTS_NAME, []
+        folder.mkdir(parents=True, exist_ok=True)
+        writers = [
+            callback.tb_writer for callback in self.callback_handler.callbacks if hasattr(callback, "tb_writer")
+        ]
+        for name, figure in plots.of_a_run(self.results(), self.model, features, images):
+            files.append(folder / f"{name}.png")
+            with write_whole(files[-1]) as temporary:
+                figure.savefig(temporary, dpi=120, format="png")
+            for writer in writers:
+                if writer is not None:
+                    writer.add_figure(f"plots/{name}", figure, self._steps_before)
+        return files
 
     def features(self, task: Task, split: str) -> FeatureDataset:
         """
@@ -572,9 +608,7 @@ class ContinualTrainer(Trainer):
             if isinstance(self.model, PeftModel):
                 self.model.add_adapter(task.name, config)
             else:
-                with warnings.catch_warnings():
-                    # PEFT asks transformers for an attribute by its old name, which is nothing a user can mend.
-                    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+                with quiet_peft():
                     self.model = get_peft_model(self.model, config, adapter_name=task.name)
         self.model.set_adapter(task.name)
         self.model.eval()
@@ -795,7 +829,7 @@ class ContinualTrainer(Trainer):
         self._steps_before = sum(record["steps"] for record in records)
         self._set_router()
         self._follow_labels()
-        self._say(f"going on after {len(records)} of {len(self.stream)} tasks found in {folder}")
+        self._say(f"going on after {len(records)} of {counted(len(self.stream), 'task')} found in {folder}")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -966,6 +1000,10 @@ def _check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments, 
             "the task another name."
         )
     check_expert_name(task.name, model)
+    if args.plots and task.name == PLOTS_NAME:
+        raise ValueError(
+            f"a task cannot be called {PLOTS_NAME!r} with plots=True, which writes a folder of that name."
+        )
     config.check_head(task.classes)
     if args.eval_strategy != "no" and task.test is None:
         raise ValueError(f"eval_strategy is {args.eval_strategy!s}, but task {task.name!r} has no test images.")

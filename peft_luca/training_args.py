@@ -104,6 +104,9 @@ class ContinualTrainingArguments(TrainingArguments):
             Rows of d numbers that each class's scatter is kept in; -1 for all.
         statistics_random_features (`int`, *optional*, defaults to `0`):
             M, for the `ridge` router: 4·M² bytes in every expert.
+        plots (`bool`, *optional*, defaults to `False`):
+            When `train` ends, draw the pictures of [`~peft_luca.plots`] into `plots` in the output folder, and into
+            TensorBoard if `report_to` has it. Needs matplotlib and scikit-learn.
     """
 
     # TrainingArguments has values of its own for these; None tells what the user left to the recipe.
@@ -142,6 +145,7 @@ class ContinualTrainingArguments(TrainingArguments):
     statistics: bool = field(default=True, metadata={"help": "Collect statistics of the training features."})
     statistics_rank: int = field(default=64, metadata={"help": "Rows kept of each class's scatter; -1 for all."})
     statistics_random_features: int = field(default=0, metadata={"help": "Random features for the ridge router."})
+    plots: bool = field(default=False, metadata={"help": "Draw pictures of the run when it ends."})
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:

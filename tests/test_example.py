@@ -83,3 +83,57 @@ def test_an_increment_that_is_too_large_is_refused_before_anything_is_written(tm
     assert refused.returncode != 0
     assert "increment" in refused.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dtype", "float33"], "argument --dtype: invalid choice: 'float33'"),
+        (["--luca_config", "{bad"], "--luca_config must hold fields of LucaConfig as one JSON object, got {bad"),
+        (["--luca_config", '{"arangement": "adapter"}'], "unexpected keyword argument 'arangement'"),
+        (["--speed", "9"], "--speed"),
+        (["broken.json"], "broken.json does not hold arguments as one JSON object"),
+        (["list.json"], "list.json does not hold arguments as one JSON object"),
+        (["wrong.json"], "dtype must be one of float32"),
+        (["absent.json"], "absent.json cannot be read: No such file"),
+        (["--model", "no-such-folder"], "cil.py: "),
+        (["--dataset", "no-such-folder"], "cil.py: "),
+        (["--increment", "0"], "cil.py: increment"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_done_is_said_without_a_traceback(arguments, said, tmp_path, monkeypatch, capsys):
+    for name, content in (("broken", "{"), ("list", "[1]"), ("wrong", '{"dtype": "float33"}')):
+        (tmp_path / f"{name}.json").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", ["cil.py", *arguments])
+    import cil
+
+    with pytest.raises(SystemExit) as stopped:
+        cil.main()
+    message = f"{capsys.readouterr().err}\n{stopped.value}"
+    assert said in message
+    assert stopped.value.code not in (0, None)
+    assert len(message.splitlines()) < 12
+    assert not (tmp_path / "out").exists()
+
+
+def test_arguments_from_a_file(tmp_path, monkeypatch):
+    (tmp_path / "arguments.json").write_text('{"increment": 5, "num_train_epochs": 3, "luca_config": "{}"}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", ["cil.py", "arguments.json"])
+    import cil
+
+    example, args, _ = cil.parse_arguments()
+    assert (example.increment, args.num_train_epochs, args.output_dir) == (5, 3, "out/digits")
+
+
+def test_a_first_run_shows_nothing_that_a_newcomer_must_puzzle_over(demonstration):
+    """Everything beside the progress bars, without what libraries say of extras that only developers install."""
+    _, first = demonstration
+    noise = ("torchao", "register_constant", "accelerate", "--num_", "--mixed_precision", "--dynamo_backend", "%|")
+    lines = [line.strip() for line in re.split(r"[\r\n]+", first.stderr)]
+    assert [line for line in lines if line and not any(word in line for word in noise)] == []

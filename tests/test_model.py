@@ -381,3 +381,24 @@ def test_answering_over_all_classes_with_one_expert():
     assert labels_of(model) == ["a", "b", "c", "d"]
     model.set_over_all_classes(False)
     assert labels_of(model) == ["c", "d", "a"]
+
+
+def test_a_model_prints_its_experts_and_who_answers():
+    model = make_model({"warm": ["red", "yellow"], "cold": ["blue"]})
+    text = repr(model)
+    assert "2 experts, 3 classes; answers: the expert 'warm'" in text
+    assert "warm: 2 classes (red, yellow), LuCA of 354 parameters" in text
+    assert "cold: 1 class (blue)" in text
+    assert "ViTForImageClassification (unnamed)" in text
+    model.set_router("entropy")
+    assert "answers: the router 'entropy'" in repr(model)
+    with model.disable_adapter():
+        assert "answers: disabled: the base's own head" in repr(model)
+    assert "2 experts, 3 classes" in repr(model.get_base_model())  # its own tree, with the layer in it
+
+
+def test_a_model_of_many_experts_prints_in_few_lines():
+    model = make_model({f"task_{t}": [f"c{i}" for i in range(9 * t, 9 * t + 9)] for t in range(14)})
+    assert len(repr(model).splitlines()) < 20
+    assert "… and 4 more experts" in repr(model)
+    assert "(c0, c1, c2, c3, c4, …)" in repr(model)
