@@ -39,6 +39,10 @@ class Classifier:
     def __init__(self, statistics: ClassStatistics, **options: Any) -> None:
         raise NotImplementedError
 
+    def move(self, device: torch.device) -> None:
+        """Take every tensor to a device, once: what is called for each batch finds it there."""
+        _move(self, device)
+
     def scores(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -48,6 +52,14 @@ class Classifier:
     def log_known(self, x: Tensor) -> Tensor:
         """Log-probability that an image is of any of the classes, (batch,): 0 where that is not judged."""
         return x.new_zeros(x.shape[0])
+
+
+def _move(holder: Any, device: torch.device) -> None:
+    for name, value in vars(holder).items():
+        if isinstance(value, Tensor):
+            setattr(holder, name, value.to(device))
+        elif isinstance(value, Background):
+            _move(value, device)
 
 
 class Background:
@@ -318,9 +330,9 @@ class StatisticsRouting:
         expert_weight (`float`, *optional*, defaults to `0.5`):
             `hybrid`: which of an expert's classes it is, is a weighted geometric mean of the router's and the expert's
             own posterior. By default both count the same, which takes no images to choose.
-        candidates (`int`, *optional*, defaults to `8`):
-            `hybrid`: this many experts, the likeliest, are asked for each image. The classes of the others keep the
-            router's posterior, so that what is lost is only those experts' say.
+        candidates (`int`, *optional*):
+            `hybrid`: this many experts, the likeliest, are asked for each image, 8 by default. The classes of the
+            others keep the router's posterior, so that what is lost is only those experts' say.
         options: Arguments of the classifier.
     """
 
@@ -339,25 +351,26 @@ class StatisticsRouting:
         self.candidates = 8 if candidates is None else candidates
         if not 0 <= self.expert_weight <= 1:
             raise ValueError(f"expert_weight must be between 0 and 1, got {expert_weight}.")
-        if not isinstance(self.candidates, int) or self.candidates < 1:
-            raise ValueError(f"candidates must be a whole number of at least 1, got {candidates!r}.")
         # Classes and experts are taken in the order of their names, so that no order of loading changes a bit.
         self.experts = sorted(parts)
         pooled = pool(parts)
         self.classifier = _make(router.classifier, pooled, **options)
+        self.classifier.move(index.device)
         where = {name: i for i, name in enumerate(pooled.classes)}
         self.columns = torch.tensor([where[name] for name in index.classes], device=index.device)
         self.part_class = torch.cat([index.own[name] for name in self.experts])  # (parts,), global ids
         sizes = [len(index.own[name]) for name in self.experts]
         self.own = torch.arange(sum(sizes), device=index.device).split(sizes)  # parts of each expert
         position = {name: i for i, name in enumerate(parts)}
-        owners = [torch.full((size,), position[name]) for name, size in zip(self.experts, sizes, strict=True)]
-        self.part_expert = torch.cat(owners).to(index.device)  # (parts,), places in the experts' order
+        # Places of the experts in their own order: those of the sorted ones, (experts,), and of each part's, (parts,).
+        self.places = torch.tensor([position[name] for name in self.experts], device=index.device)
+        self.part_expert = self.places.repeat_interleave(torch.tensor(sizes, device=index.device))
         self.shared = len(self.part_class) > len(index.classes)
         self.nearness = None
         if self.shared:
             means = torch.cat([parts[name].means for name in self.experts])
             self.nearness = _make(Prototype, pooled, means=means)
+            self.nearness.move(index.device)
 
     def __call__(self, x: Tensor, own_scores: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """
@@ -367,10 +380,7 @@ class StatisticsRouting:
         Args:
             own_scores (function): Indices of images and an expert's name → its scores of its own classes.
         """
-        posterior = self.classifier.log_posterior(x)[:, self.columns]
-        joint = posterior[:, self.part_class]  # (batch, parts)
-        if self.nearness is not None:
-            joint = joint + self._grouped_log_softmax(self.nearness.scores(x) / self.nearness.temperature)
+        posterior, joint = self._posterior(x)
         if self.expert_weight > 0:
             joint = self._ask(joint, own_scores)
             posterior = self._by_class(joint) if self.shared else joint[:, self.part_class.argsort()]
@@ -380,9 +390,26 @@ class StatisticsRouting:
         confidence = (posterior.amax(dim=1) + self.classifier.log_known(x)).exp()
         return posterior, self.part_expert[owner], confidence
 
+    def likeliest(self, x: Tensor, count: int) -> Tensor:
+        """Unit features `(batch, d)` → places of the likeliest experts of each image, `(batch, count)`."""
+        experts = self._by_expert(self._posterior(x)[1])
+        return self.places[experts.topk(min(count, experts.shape[1]), dim=1).indices]
+
+    def _posterior(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-posterior of the classes, (batch, C), and of the parts, (batch, parts)."""
+        posterior = self.classifier.log_posterior(x)[:, self.columns]
+        joint = posterior[:, self.part_class]
+        if self.nearness is not None:
+            joint = joint + self._grouped_log_softmax(self.nearness.scores(x) / self.nearness.temperature)
+        return posterior, joint
+
+    def _by_expert(self, joint: Tensor) -> Tensor:
+        """Log-sum over the parts of each expert: (batch, parts) → (batch, experts), in the order of their names."""
+        return torch.stack([joint[:, own].logsumexp(dim=1) for own in self.own], dim=1)
+
     def _ask(self, joint: Tensor, own_scores: Callable[[Tensor, str], Tensor]) -> Tensor:
         """Let the likeliest experts of each image have their say in which of their classes it is."""
-        experts = torch.stack([joint[:, own].logsumexp(dim=1) for own in self.own], dim=1)  # (batch, experts)
+        experts = self._by_expert(joint)
         asked = torch.zeros_like(experts, dtype=torch.bool)
         asked.scatter_(1, experts.topk(min(self.candidates, experts.shape[1]), dim=1).indices, True)
         joint, weight = joint.clone(), self.expert_weight
