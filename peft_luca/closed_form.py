@@ -34,6 +34,10 @@ class Classifier:
     def __init__(self, statistics: ClassStatistics, **options: Any) -> None:
         raise NotImplementedError
 
+    def move(self, device: torch.device) -> None:
+        """Take every tensor to a device, once: what is called for each batch finds it there."""
+        _move(self, device)
+
     def scores(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -43,6 +47,14 @@ class Classifier:
     def log_known(self, x: Tensor) -> Tensor:
         """Log-probability that an image is of any of the classes, (batch,): 0 where that is not judged."""
         return x.new_zeros(x.shape[0])
+
+
+def _move(holder: Any, device: torch.device) -> None:
+    for name, value in vars(holder).items():
+        if isinstance(value, Tensor):
+            setattr(holder, name, value.to(device))
+        elif isinstance(value, Background):
+            _move(value, device)
 
 
 class Background:
@@ -147,12 +159,13 @@ class Gaussian(Classifier):
         values = values.clamp(min=0)
         self.basis = basis.float()
         means = statistics.means @ basis  # (C, d), as all that follows in the basis of P
-        inverse, rows, row_class, offsets = torch.empty_like(means), [], [], []
+        inverse, rows, offsets = torch.empty_like(means), [], []
         volumes = torch.empty(len(means), dtype=torch.float64)
         for k, factor in enumerate(statistics.factors):
             freedom = float(statistics.counts[k]) - 1
             own = 0.0 if freedom == 0 else 1 - shrinkage  # a single image has no covariance of its own
-            turned = factor.double() @ basis * math.sqrt(own / max(freedom, 1))  # (r, d)
+            # Most of the time goes here: in float32, as the factors are.
+            turned = (factor @ self.basis).double() * math.sqrt(own / max(freedom, 1))  # (r, d)
             # The diagonal that a low rank leaves out counts by its mean, so that one basis serves all classes.
             left = float(statistics.remainder[k].sum()) / d * own / max(freedom, 1)
             mean_variance = float(turned.square().sum()) / d + left + (1 - own) * float(values.mean())
@@ -166,24 +179,24 @@ class Gaussian(Classifier):
             inverse[k] = 1 / diagonal
             volumes[k] = diagonal.log().sum() + 2 * lower.diagonal().log().sum()
             rows.append(reduced.float())
-            row_class.append(torch.full((len(reduced),), k))
             offsets.append((reduced @ means[k]).float())
         # The mean of the log-volumes by which classes do not differ, as far as they are left out of the scores.
         self.background = Background(statistics, covariance, (1 - volume) * float(volumes.mean()))
         self.inverse = inverse.float()
         self.linear = (means * inverse).float()
         self.constant = (-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float()
-        self.rows, self.row_class, self.offsets = torch.cat(rows), torch.cat(row_class), torch.cat(offsets)
+        self.rows, self.offsets = torch.cat(rows), torch.cat(offsets)
+        self.lengths = torch.tensor([len(part) for part in rows])
 
     def scores(self, x: Tensor) -> Tensor:
         y = x @ self.basis.to(x)
         scores = y @ self.linear.to(x).T - 0.5 * y.square() @ self.inverse.to(x).T + self.constant.to(x)
-        rows, offsets, row_class = self.rows.to(x), self.offsets.to(x), self.row_class.to(x.device)
-        parts = [
-            scores[i : i + len(part)].index_add(1, row_class, (part @ rows.T - offsets).square(), alpha=0.5)
-            for i, part in _blocks(y, len(rows))
-        ]
-        return torch.cat(parts)
+        rows, offsets, lengths = self.rows.to(x), self.offsets.to(x), self.lengths.to(x.device)
+        parts = []
+        for _, part in _blocks(y, len(rows)):
+            squares = (part @ rows.T - offsets).square()  # (batch, rows of all classes)
+            parts.append(torch.segment_reduce(squares, "sum", lengths=lengths.expand(len(part), -1), axis=1))
+        return scores + 0.5 * torch.cat(parts)
 
     def log_known(self, x: Tensor) -> Tensor:
         return _log_known(self.scores(x), self.background.scores(x), self.temperature)
@@ -236,8 +249,9 @@ def _pooled_covariance(statistics: ClassStatistics) -> tuple[Tensor, float]:
     """Pooled covariance within classes, (d, d), in float64, and its degrees of freedom."""
     d = statistics.means.shape[1]
     total = torch.diag(statistics.remainder.double().sum(dim=0))
+    # Products in float32, as the factors are, a block at a time; their sum in float64.
     for rows in torch.cat(statistics.factors).split(BLOCK):
-        total.addmm_(rows.double().T, rows.double())
+        total += rows.T @ rows
     freedom = float(statistics.counts.sum()) - len(statistics.counts)
     if freedom < 1 or not total.trace() > 0:
         # One image a class: nothing is known of the spread, so that only distances count.
@@ -313,9 +327,9 @@ class StatisticsRouting:
         expert_weight (`float`, *optional*, defaults to `0.5`):
             `hybrid`: which of an expert's classes it is, is a weighted geometric mean of the router's and the expert's
             own posterior. By default both count the same, which takes no images to choose.
-        candidates (`int`, *optional*, defaults to `8`):
-            `hybrid`: this many experts, the likeliest, are asked for each image. The classes of the others keep the
-            router's posterior, so that what is lost is only those experts' say.
+        candidates (`int`, *optional*):
+            `hybrid`: this many experts, the likeliest, are asked for each image, 8 by default. The classes of the
+            others keep the router's posterior, so that what is lost is only those experts' say.
         options: Arguments of the classifier.
     """
 
@@ -334,24 +348,25 @@ class StatisticsRouting:
         self.candidates = 8 if candidates is None else candidates
         if not 0 <= self.expert_weight <= 1:
             raise ValueError(f"expert_weight must be between 0 and 1, got {expert_weight}.")
-        if self.candidates < 1:
-            raise ValueError(f"candidates must be at least 1, got {candidates}.")
         # Classes and experts are taken in the order of their names, so that no order of loading changes a bit.
         self.experts = sorted(parts)
         pooled = pool(parts)
         self.classifier = router.classifier(pooled, **options)
+        self.classifier.move(index.device)
         where = {name: i for i, name in enumerate(pooled.classes)}
         self.columns = torch.tensor([where[name] for name in index.classes], device=index.device)
         self.part_class = torch.cat([index.own[name] for name in self.experts])  # (parts,), global ids
         sizes = [len(index.own[name]) for name in self.experts]
         self.own = torch.arange(sum(sizes), device=index.device).split(sizes)  # parts of each expert
         position = {name: i for i, name in enumerate(parts)}
-        owners = [torch.full((size,), position[name]) for name, size in zip(self.experts, sizes, strict=True)]
-        self.part_expert = torch.cat(owners).to(index.device)  # (parts,), places in the experts' order
+        # Places of the experts in their own order: those of the sorted ones, (experts,), and of each part's, (parts,).
+        self.places = torch.tensor([position[name] for name in self.experts], device=index.device)
+        self.part_expert = self.places.repeat_interleave(torch.tensor(sizes, device=index.device))
         self.shared = len(self.part_class) > len(index.classes)
         self.nearness = None
         if self.shared:
             self.nearness = Prototype(pooled, means=torch.cat([parts[name].means for name in self.experts]))
+            self.nearness.move(index.device)
 
     def __call__(self, x: Tensor, own_scores: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """
@@ -361,10 +376,7 @@ class StatisticsRouting:
         Args:
             own_scores (function): Indices of images and an expert's name → its scores of its own classes.
         """
-        posterior = self.classifier.log_posterior(x)[:, self.columns]
-        joint = posterior[:, self.part_class]  # (batch, parts)
-        if self.nearness is not None:
-            joint = joint + self._grouped_log_softmax(self.nearness.scores(x) / self.nearness.temperature)
+        posterior, joint = self._posterior(x)
         if self.expert_weight > 0:
             joint = self._ask(joint, own_scores)
             posterior = self._by_class(joint) if self.shared else joint[:, self.part_class.argsort()]
@@ -374,9 +386,26 @@ class StatisticsRouting:
         confidence = (posterior.amax(dim=1) + self.classifier.log_known(x)).exp()
         return posterior, self.part_expert[owner], confidence
 
+    def likeliest(self, x: Tensor, count: int) -> Tensor:
+        """Unit features `(batch, d)` → places of the likeliest experts of each image, `(batch, count)`."""
+        experts = self._by_expert(self._posterior(x)[1])
+        return self.places[experts.topk(min(count, experts.shape[1]), dim=1).indices]
+
+    def _posterior(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-posterior of the classes, (batch, C), and of the parts, (batch, parts)."""
+        posterior = self.classifier.log_posterior(x)[:, self.columns]
+        joint = posterior[:, self.part_class]
+        if self.nearness is not None:
+            joint = joint + self._grouped_log_softmax(self.nearness.scores(x) / self.nearness.temperature)
+        return posterior, joint
+
+    def _by_expert(self, joint: Tensor) -> Tensor:
+        """Log-sum over the parts of each expert: (batch, parts) → (batch, experts), in the order of their names."""
+        return torch.stack([joint[:, own].logsumexp(dim=1) for own in self.own], dim=1)
+
     def _ask(self, joint: Tensor, own_scores: Callable[[Tensor, str], Tensor]) -> Tensor:
         """Let the likeliest experts of each image have their say in which of their classes it is."""
-        experts = torch.stack([joint[:, own].logsumexp(dim=1) for own in self.own], dim=1)  # (batch, experts)
+        experts = self._by_expert(joint)
         asked = torch.zeros_like(experts, dtype=torch.bool)
         asked.scatter_(1, experts.topk(min(self.candidates, experts.shape[1]), dim=1).indices, True)
         joint, weight = joint.clone(), self.expert_weight

@@ -14,7 +14,7 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from .closed_form import StatisticsRouter, StatisticsRouting, gather_statistics
+from .closed_form import Prototype, StatisticsRouter, StatisticsRouting, gather_statistics
 from .config import LucaConfig
 from .routing import ClassIndex, Oracle, Router, RouterOptions, RoutingOutput, combine_rows, entropy, fill_unknown
 from .statistics import ClassStatistics, unit_features
@@ -292,30 +292,37 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             `tuple`: scores `(batch, experts, C)`, and a boolean `(experts, C)` that is False where an expert cannot
             score a class, because one of the two has a linear head. Scores there are `-inf`.
         """
-        index = self.class_index
-        rows = [F.normalize(self.luca_class_rows[name], dim=-1) for name in index.cosine]
-        all_rows = torch.cat(rows) if rows else None  # (rows, d)
-        scores, known = [], []
-        for name in self.configs if adapter_names is None else adapter_names:
-            own = index.own[name]
-            if self.configs[name].head == "linear":
-                own_scores = self.own_scores(z, name)
-                filled = own_scores.new_zeros(z.shape[0], len(index.classes))
-                scores.append(filled.index_copy(1, own, own_scores))
-            else:
-                assert all_rows is not None
-                features = F.normalize(self.luca(z, name), dim=-1)
-                cosines = F.linear(features, all_rows.to(features.dtype))  # (batch, rows)
-                scores.append(self.scale(name) * combine_rows(cosines, index, name))
-            known.append(index.known[name])
-        all_scores, all_known = torch.stack(scores, dim=1), torch.stack(known)
+        index, rows = self.class_index, self._unit_rows()
+        names = list(self.configs) if adapter_names is None else adapter_names
+        scores = torch.stack([self._scores_under(name, z, rows) for name in names], dim=1)
+        known = torch.stack([index.known[name] for name in names])
         # Only now: -inf times a σ of 0, or its gradient, would not be a number.
-        return all_scores if index.complete else all_scores.masked_fill(~all_known, -torch.inf), all_known
+        return scores if index.complete else scores.masked_fill(~known, -torch.inf), known
+
+    def _unit_rows(self) -> Tensor | None:
+        """The rows of all experts with a cosine head, of length 1, (rows, d)."""
+        rows = [F.normalize(self.luca_class_rows[name], dim=-1) for name in self.class_index.cosine]
+        return torch.cat(rows) if rows else None
+
+    def _scores_under(self, adapter_name: str, z: Tensor, rows: Tensor | None) -> Tensor:
+        """One expert's scores, (batch, C), with whatever number where it cannot score a class."""
+        index = self.class_index
+        if self.configs[adapter_name].head == "linear":
+            own_scores = self.own_scores(z, adapter_name)
+            filled = own_scores.new_zeros(z.shape[0], len(index.classes))
+            return filled.index_copy(1, index.own[adapter_name], own_scores)
+        assert rows is not None
+        features = F.normalize(self.luca(z, adapter_name), dim=-1)
+        cosines = F.linear(features, rows.to(features.dtype))  # (batch, rows)
+        return self.scale(adapter_name) * combine_rows(cosines, index, adapter_name)
 
     def set_router(self, router: Router | StatisticsRouter | Oracle | None, options: dict[str, Any]) -> None:
         """Set who answers, and make a statistics router ready, which says what it lacks."""
         self.router, self.router_options, self._statistics_routing = router, options, None
-        if isinstance(router, StatisticsRouter):
+        common, _ = RouterOptions.split(options)
+        if isinstance(router, Oracle) and common.candidates is not None:
+            raise ValueError("the oracle asks one expert for each image, so that it takes no candidates.")
+        if isinstance(router, StatisticsRouter) or common.candidates is not None:
             self.statistics_routing  # noqa: B018
 
     def route(self, z: Tensor, expert: Tensor | None = None) -> RoutingOutput:
@@ -333,7 +340,8 @@ class LucaLayer(nn.Module, BaseTunerLayer):
                 "route(pixel_values, expert=...) with places in the experts' order, (batch,)."
             )
         index, device = self.class_index, z.device
-        per_sample = len(self.configs) * max(index.rows, len(index.classes))
+        asked = min(common.candidates or len(self.configs), len(self.configs))
+        per_sample = asked * max(index.rows, len(index.classes))
         if isinstance(router, StatisticsRouter):
             per_sample = max(index.rows, len(index.classes)) + len(self.configs)
         chunks: list[tuple[Tensor, ...]] = []
@@ -346,7 +354,10 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             if isinstance(router, StatisticsRouter):
                 chunks.append(self._route_by_statistics(chunk))
                 continue
-            scores, known = self.scores(chunk)
+            if common.candidates is None:
+                (scores, known), places = self.scores(chunk), None
+            else:
+                scores, known, places = self._candidates(chunk, asked)
             entropies = entropy(scores)  # (batch, experts)
             if isinstance(router, Oracle):
                 assert chosen is not None
@@ -361,9 +372,15 @@ class LucaLayer(nn.Module, BaseTunerLayer):
                         f"got {tuple(costs.shape)}."
                     )
                 chosen = costs.argmin(dim=1)  # (batch,)
+            best = entropies.gather(1, chosen[:, None])[:, 0]
             logits = scores if index.complete and not isinstance(router, Oracle) else fill_unknown(scores, known)
             logits = logits[torch.arange(chunk.shape[0], device=device), chosen]  # (batch, C)
-            chunks.append((logits, chosen, entropies.gather(1, chosen[:, None])[:, 0], entropies, costs))
+            if places is not None:
+                chosen = places.gather(1, chosen[:, None])[:, 0]
+                entropies = entropies.new_full((len(chunk), len(self.configs)), torch.inf).scatter(
+                    1, places, entropies
+                )
+            chunks.append((logits, chosen, best, entropies, costs))
         logits, chosen, certain, *rest = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if isinstance(router, StatisticsRouter):
             return RoutingOutput(logits, chosen, certain, None, rest[0], rest[0] < common.unknown_below)
@@ -372,6 +389,18 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             certain = rest[0].gather(1, chosen[:, None])[:, 0]
         confidence = torch.softmax(logits.float() / options.get("temperature", 1.0), dim=-1).amax(dim=-1)
         return RoutingOutput(logits, chosen, certain, rest[0], confidence, confidence < common.unknown_below)
+
+    def _candidates(self, z: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[`scores`] of each image's own candidates, (batch, count, C), what is known of them, and their places."""
+        names, index, rows = list(self.configs), self.class_index, self._unit_rows()
+        places = self.statistics_routing.likeliest(self.unit_features(z, names[0]), count).sort(dim=1).values
+        scores = next(iter(self.luca_class_rows.values())).new_empty(*places.shape, len(index.classes))
+        known = torch.empty_like(scores, dtype=torch.bool)
+        for place in places.unique().tolist():
+            image, slot = (places == place).nonzero(as_tuple=True)
+            scores[image, slot] = self._scores_under(names[place], z[image], rows).to(scores.dtype)
+            known[image, slot] = index.known[names[place]]
+        return scores.masked_fill(~known, -torch.inf), known, places
 
     def _one_expert(self, z: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
         """The released evaluation's choice: the expert of the lowest mean cost answers the whole batch."""
@@ -397,13 +426,17 @@ class LucaLayer(nn.Module, BaseTunerLayer):
 
     @property
     def statistics_routing(self) -> StatisticsRouting:
-        """The statistics router that is set, made ready anew when the experts change."""
-        assert isinstance(self.router, StatisticsRouter)
+        """
+        The statistics router that is set, or the one that finds a score router's candidates; made ready anew when the
+        experts change.
+        """
         device = self.class_index.device
         if self._statistics_routing is None or self._statistics_routing.part_class.device != device:
-            _, options = RouterOptions.split(self.router_options)
-            parts = gather_statistics(self)
-            self._statistics_routing = StatisticsRouting(self.router, parts, self.class_index, **options)
+            router, options = StatisticsRouter(Prototype), dict[str, Any]()
+            if isinstance(self.router, StatisticsRouter):
+                common, options = RouterOptions.split(self.router_options)
+                router, options = self.router, {**options, "candidates": common.candidates}
+            self._statistics_routing = StatisticsRouting(router, gather_statistics(self), self.class_index, **options)
         return self._statistics_routing
 
     @property

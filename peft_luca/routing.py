@@ -36,7 +36,8 @@ class RoutingOutput(NamedTuple):
         expert (`torch.Tensor` of shape `(batch,)`): Which expert answered, as an index into the experts' order.
         entropy (`torch.Tensor` of shape `(batch,)`): Entropy of the answer over all classes, in nats.
         entropies (`torch.Tensor` of shape `(batch, experts)`, *optional*):
-            Every expert's entropy, in nats; `None` with a statistics router, which does not ask the experts.
+            Every expert's entropy, in nats, infinite where it was not asked (`candidates`); `None` with a statistics
+            router, which does not ask the experts.
         confidence (`torch.Tensor` of shape `(batch,)`): Probability of the answered class, between 0 and 1.
         unknown (`torch.Tensor` of shape `(batch,)`): Whether the confidence is below `unknown_below`.
     """
@@ -58,10 +59,14 @@ class RouterOptions(NamedTuple):
         routing_scope (`str`, *optional*, defaults to `"sample"`):
             `"batch"` lets one expert answer a whole batch, as the authors' released evaluation does. What an image
             gets then depends on the others.
+        candidates (`int`, *optional*):
+            Ask only this many experts for each image, the likeliest by the `prototype` of their statistics. `hybrid`
+            asks the likeliest by its own posterior, 8 by default.
     """
 
     unknown_below: float = 0.0
     routing_scope: str = "sample"
+    candidates: int | None = None
 
     @classmethod
     def split(cls, options: dict[str, Any]) -> tuple[RouterOptions, dict[str, Any]]:
@@ -71,6 +76,10 @@ class RouterOptions(NamedTuple):
             raise ValueError(f"unknown_below must be between 0 and 1, got {common.unknown_below!r}.")
         if common.routing_scope not in ROUTING_SCOPES:
             raise ValueError(f"routing_scope must be one of {ROUTING_SCOPES}, got {common.routing_scope!r}.")
+        if common.candidates is not None and not (isinstance(common.candidates, int) and common.candidates >= 1):
+            raise ValueError(f"candidates must be an int of at least 1, got {common.candidates!r}.")
+        if common.candidates is not None and common.routing_scope == "batch":
+            raise ValueError("routing_scope='batch' asks all experts, so that it does not go with candidates.")
         return common, {name: value for name, value in options.items() if name not in cls._fields}
 
 

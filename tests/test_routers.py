@@ -276,6 +276,85 @@ def test_refuses_what_does_not_go_together():
             ContinualTrainingArguments("out", **wrong)
 
 
+@pytest.mark.parametrize("router", BY_SCORES)
+def test_candidates_are_the_likeliest_experts_and_are_asked_alone(router):
+    experts = {"animals": ANIMALS, "skies": SKIES, "trees": TREES}
+    model = with_experts(**experts)
+    z = torch.cat([images_of(name) for name in ("cat", "sun", "oak")])
+    dense, all_three = routed(model, router, z), routed(model, router, z, candidates=7)
+    for one, other in zip(dense, all_three, strict=True):
+        torch.testing.assert_close(one, other)
+    # One candidate: whoever the prototype's posterior says, and the others are not asked.
+    one = routed(model, router, z, candidates=1)
+    posterior = routed(model, "prototype", z).logits
+    sure = posterior[:, [0, 3, 4, 5]].exp()  # cat is of two experts, so that its images may go to either
+    sky, tree = sure[:, 1:3].sum(1) > 0.5, sure[:, 3] > 0.5
+    assert sky.any()
+    assert tree.any()
+    assert (one.expert[sky] == 1).all()
+    assert (one.expert[tree] == 2).all()
+    assert torch.equal(one.entropies.isfinite().sum(1), torch.ones(len(z)).long())
+    scores, _ = model.base_model.layer.scores(z)
+    torch.testing.assert_close(one.logits, scores[torch.arange(len(z)), one.expert].detach())
+    # Among two, the router's choice; whatever the batch and the order of the experts.
+    two = routed(model, router, z, candidates=2)
+    costs = ROUTERS[router](scores).masked_fill(~two.entropies.isfinite(), torch.inf)
+    assert torch.equal(two.expert, costs.argmin(1))
+    alone = torch.cat([routed(model, router, x[None], candidates=2).logits for x in z])
+    torch.testing.assert_close(two.logits, alone, rtol=1e-4, atol=1e-4)
+    turned = with_experts(**dict(reversed(experts.items())))
+    columns = [turned.base_model.classes.index(name) for name in model.base_model.classes]
+    other = routed(turned, router, z, candidates=2)
+    assert torch.equal(two.expert, 2 - other.expert)
+    torch.testing.assert_close(two.logits, other.logits[:, columns])
+
+
+def test_candidates_follow_the_experts_and_are_saved_with_the_router(out):
+    model = with_experts(animals=ANIMALS, skies=SKIES, trees=TREES)
+    routed(model, "entropy", candidates=1)
+    save_experts(model, out)
+    model.delete_adapter("trees")
+    never = routed(with_experts(animals=ANIMALS, skies=SKIES), "entropy", candidates=1)
+    z = torch.cat([images_of(name) for name in ("cat", "sun", "oak")])
+    left = model.base_model.layer.route(z)
+    assert torch.equal(left.logits, never.logits)
+    loaded = load_experts(vit(), out)
+    assert loaded.base_model.layer.router_options == {"candidates": 1}
+    again = routed(with_experts(animals=ANIMALS, skies=SKIES, trees=TREES), "entropy", candidates=1)
+    torch.testing.assert_close(loaded.base_model.layer.route(z).logits, again.logits)
+
+
+def test_candidates_and_a_linear_head_stay_finite():
+    model = with_experts(animals=ANIMALS, skies=SKIES)
+    model.add_adapter("trees", LucaConfig(classes=TREES, reduction=4, head="linear"))
+    model.base_model.layer.luca_reference_mean["trees"] += 0.5
+    z = torch.cat([images_of(name) for name in TREES])
+    model.base_model.collect_statistics("trees", z, torch.arange(2).repeat_interleave(12))
+    for count in (1, 2, 3):
+        output = routed(model, "entropy", z, candidates=count)
+        assert output.logits.isfinite().all()
+        assert output.entropy.isfinite().all()
+
+
+def test_candidates_need_statistics_and_a_router_that_chooses():
+    model = with_experts(animals=ANIMALS, skies=SKIES)
+    model.set_router("entropy")
+    for wrong, match in (
+        ({"router": "entropy", "candidates": 0}, "at least 1, got 0"),
+        ({"router": "entropy", "candidates": "all"}, "at least 1, got 'all'"),
+        ({"router": "entropy", "candidates": 2, "routing_scope": "batch"}, "asks all experts"),
+        ({"router": "oracle", "candidates": 2}, "takes no candidates"),
+        ({"router": "hybrid", "candidates": 0}, "at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model.set_router(**wrong)
+        assert model.base_model.layer.router is entropy
+    without = with_experts(statistics=False, animals=ANIMALS, skies=SKIES)
+    with pytest.raises(ValueError, match="'animals', 'skies' came without"):
+        without.set_router("entropy", candidates=2)
+    assert without.base_model.layer.router is None
+
+
 def test_a_plain_function_routes():
     model = with_experts(statistics=False, animals=ANIMALS, skies=SKIES)
     with warnings.catch_warnings():

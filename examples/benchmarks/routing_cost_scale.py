@@ -19,6 +19,14 @@ from peft_luca.routing import get_router
 from peft_luca.statistics import ClassStatistics
 
 
+ROUTERS = {
+    "gaussian": ("gaussian", {}),
+    "hybrid": ("hybrid", {}),
+    "entropy": ("entropy", {}),
+    "entropy, 8 candidates": ("entropy", {"candidates": 8}),
+}
+
+
 @dataclass
 class CostArguments:
     """What to measure."""
@@ -26,9 +34,6 @@ class CostArguments:
     experts: list[int] = field(default_factory=lambda: [100, 1000], metadata={"help": "Numbers of experts."})
     classes_each: int = field(default=5, metadata={"help": "Classes of an expert."})
     rank: int = field(default=64, metadata={"help": "Rank of a class's scatter."})
-    routers: list[str] = field(
-        default_factory=lambda: ["gaussian", "hybrid", "entropy"], metadata={"help": "Routers."}
-    )
     batch: int = field(default=16, metadata={"help": "Images in a batch."})
     rounds: int = field(default=3, metadata={"help": "Times that both are measured, in turn."})
     output: str = field(default="routing_cost_scale.json", metadata={"help": "Where the figures go."})
@@ -70,8 +75,8 @@ def main() -> None:
     for experts in args.experts:
         layer = layer_of(experts, args)
         statistics = sum(part.nbytes for part in layer.statistics.values())
-        for router in args.routers:
-            ready = seconds(layer.set_router, get_router(router), {})
+        for router, (name, options) in ROUTERS.items():
+            ready = seconds(layer.set_router, get_router(name), options)
             layer.route(z)
             backbone, routing = [], []
             for _ in range(args.rounds):
