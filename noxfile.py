@@ -1,8 +1,13 @@
 """
-The test suite on the lowest and on the highest versions of what peft_luca depends on: `nox -s lowest highest`.
+The test suite on the lowest and on the highest versions of what peft_luca depends on: `nox -s lowest highest`. What
+comes behind `--` goes to pytest: `nox -s lowest -- -n 2`.
 
-A lower bound in pyproject.toml may be moved only together with a green run of `lowest`. PEFT's main branch is on no
-package index, so that there is no session for it: `pip install git+https://github.com/huggingface/peft` beside a
+A lower bound in pyproject.toml may be moved only together with a green run of `lowest`. `highest` takes the newest of
+everything, and so a torch for CUDA. Where a CPU build is wanted, pip's own variable holds it back:
+`PIP_CONSTRAINT=held.txt nox -s highest`, with `torch==2.13.0` in held.txt.
+
+PEFT's main branch and its development versions are on no package index (0.21.2 is the newest there, with no later
+pre-release), so that there is no session for them: `pip install git+https://github.com/huggingface/peft` beside a
 `highest` environment is the way.
 """
 

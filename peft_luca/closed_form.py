@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .statistics import BLOCK, ClassStatistics, pool, projection
+from .untrusted import InvalidExpertError
 
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 # Numbers of (images, factor rows) that are in memory at a time.
 BUDGET = 2**24
+# Variance of unit features below which images count as the same one: that of float32's rounding.
+LEAST_VARIANCE = 1e-12
+# Beyond this a classifier's scores could overflow in float32.
+MAX_COEFFICIENT = 1e30
 
 
 class Classifier:
@@ -253,8 +258,8 @@ def _pooled_covariance(statistics: ClassStatistics) -> tuple[Tensor, float]:
     for rows in torch.cat(statistics.factors).split(BLOCK):
         total += rows.T @ rows
     freedom = float(statistics.counts.sum()) - len(statistics.counts)
-    if freedom < 1 or not total.trace() > 0:
-        # One image a class: nothing is known of the spread, so that only distances count.
+    if freedom < 1 or not total.trace() / freedom > LEAST_VARIANCE:
+        # One image a class, or the same again: nothing is known of the spread, so that only distances count.
         return torch.eye(d, dtype=torch.float64) / d, 0.0
     return total / freedom, freedom
 
@@ -290,8 +295,8 @@ def _check_share(name: str, value: Any) -> None:
 
 
 def _temperature(value: float | None, d: int) -> float:
-    if value is not None and not value > 0:
-        raise ValueError(f"temperature must be above 0, got {value}.")
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"temperature must be a finite number above 0, got {value}.")
     # The features have heavier tails than a Gaussian of d dimensions: measured in docs/routing.md.
     return math.sqrt(d) / 3 if value is None else float(value)
 
@@ -351,7 +356,7 @@ class StatisticsRouting:
         # Classes and experts are taken in the order of their names, so that no order of loading changes a bit.
         self.experts = sorted(parts)
         pooled = pool(parts)
-        self.classifier = router.classifier(pooled, **options)
+        self.classifier = _make(router.classifier, pooled, **options)
         self.classifier.move(index.device)
         where = {name: i for i, name in enumerate(pooled.classes)}
         self.columns = torch.tensor([where[name] for name in index.classes], device=index.device)
@@ -365,7 +370,8 @@ class StatisticsRouting:
         self.shared = len(self.part_class) > len(index.classes)
         self.nearness = None
         if self.shared:
-            self.nearness = Prototype(pooled, means=torch.cat([parts[name].means for name in self.experts]))
+            means = torch.cat([parts[name].means for name in self.experts])
+            self.nearness = _make(Prototype, pooled, means=means)
             self.nearness.move(index.device)
 
     def __call__(self, x: Tensor, own_scores: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -429,12 +435,37 @@ class StatisticsRouting:
         return scores - self._by_class(scores)[:, self.part_class]
 
 
+def _make(kind: type[Classifier], statistics: ClassStatistics, **options: Any) -> Classifier:
+    """
+    A classifier, unless its numbers are of no use.
+
+    Raises:
+        InvalidExpertError: the statistics belong to no images, such as a stranger may have written.
+    """
+    try:
+        classifier = kind(statistics, **options)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise InvalidExpertError(f"{UNUSABLE}: {error}") from error
+    parts = [classifier, *(part for part in vars(classifier).values() if isinstance(part, Background))]
+    values = [value for part in parts for value in vars(part).values() if isinstance(value, (Tensor, float))]
+    if not all((torch.as_tensor(value).abs() <= MAX_COEFFICIENT).all() for value in values):
+        raise InvalidExpertError(f"{UNUSABLE}: numbers in it are not finite, or very large.")
+    return classifier
+
+
+UNUSABLE = (
+    "no classifier can be made of the experts' statistics. Collect them anew, leave out the expert that brought them, "
+    "or use a router that needs none, such as 'entropy'"
+)
+
+
 def gather_statistics(layer: LucaLayer) -> dict[str, ClassStatistics]:
     """
     Every expert's statistics, in the experts' order, read from their files where that has not been done.
 
     Raises:
-        ValueError: experts have none, have those of other classes, or were standardised by another reference.
+        InvalidExpertError: a file of them is not what it should be, or they are of other classes than the expert's.
+        ValueError: experts have none, or were standardised by another reference.
     """
     lacking = [name for name in layer.configs if name not in layer.statistics]
     if lacking:
@@ -452,7 +483,7 @@ def gather_statistics(layer: LucaLayer) -> dict[str, ClassStatistics]:
     for name, part in parts.items():
         classes = layer.configs[name].classes or []
         if list(part.classes) != classes or part.means.shape[1] != layer.width:
-            raise ValueError(
+            raise InvalidExpertError(
                 f"the statistics of expert {name!r} are of the classes {list(part.classes)[:5]} in "
                 f"{part.means.shape[1]} dimensions, but the expert has {classes[:5]} in {layer.width}. Collect them "
                 "anew."

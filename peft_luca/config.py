@@ -14,6 +14,9 @@ from peft.utils import PeftType
 
 # Names of experts, and so of tasks: adapters of PEFT, modules of torch, folders on any disk.
 NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+# Class names end in labels, in cards and on screens.
+MAX_CLASS_NAME = 1000
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 ARRANGEMENTS = ("adapter_calibrator", "calibrator_adapter", "parallel", "adapter", "calibrator")
 NORM_POSITIONS = ("after_residual", "before_residual")
 HEADS = ("cosine", "linear")
@@ -189,7 +192,7 @@ class LucaConfig(PeftConfig):
 
 
 def check_classes(classes: Any) -> list[str]:
-    """The class names as a list, checked: not empty, all different, all strings with something in them."""
+    """The class names as a list, checked: not empty, all different, all strings that can be shown."""
     if isinstance(classes, str):
         raise ValueError(f"classes must be a list of class names, got the string {classes!r}.")
     if isinstance(classes, (set, frozenset)):
@@ -200,6 +203,12 @@ def check_classes(classes: Any) -> list[str]:
     wrong = [name for name in names if not isinstance(name, str) or not name.strip()]
     if wrong:
         raise ValueError(f"class names must be non-empty strings, got {wrong[:5]!r}.")
+    unfit = [name for name in names if len(name) > MAX_CLASS_NAME or CONTROL.search(name)]
+    if unfit:
+        raise ValueError(
+            f"class names have at most {MAX_CLASS_NAME} characters and no control characters, got "
+            f"{ascii(unfit[0])[:200]}."
+        )
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ValueError(f"each class may be named once in an expert, but these come more than once: {twice[:5]!r}.")

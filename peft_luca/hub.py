@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +55,7 @@ from .untrusted import (
     read_config,
     read_manifest,
     read_weights,
+    show,
 )
 
 
@@ -88,12 +89,11 @@ def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str], 
             page of the docs. `False` also takes away those that are there.
 
     Raises:
-        ValueError: the model has no such expert.
+        ValueError: the model has no such expert, or `directory` cannot be a folder.
     """
     tuner = tuner_of(model)
-    if name not in tuner.experts:
-        raise ValueError(f"there is no expert {name!r} to save. The model has {', '.join(tuner.experts)}.")
-    target = Path(directory)
+    _check_experts([name], tuner)
+    target = _folder(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
@@ -137,7 +137,9 @@ def save_experts(
             the router is a function of your own, which no file can hold, or it needs the statistics that were left
             out.
     """
-    tuner, folder = tuner_of(model), Path(directory)
+    tuner, folder = tuner_of(model), _folder(directory)
+    names = list(tuner.experts) if names is None else names
+    _check_experts(names, tuner)
     if isinstance(tuner.layer.router, StatisticsRouter) and not statistics:
         raise ValueError(
             "the router that is set needs the experts' statistics, which statistics=False leaves out. Save with "
@@ -150,7 +152,7 @@ def save_experts(
         "fingerprint": tuner.backbone.fingerprint,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    for name in tuner.experts if names is None else names:
+    for name in names:
         save_expert(model, name, folder / name, statistics=statistics)
     write_json(folder / MANIFEST_NAME, manifest)
 
@@ -198,6 +200,7 @@ def push_expert(
     """
     api = HfApi(token=token)
     tuner = tuner_of(model)
+    _check_push(repo_id, private, revision, commit_message, base_model, license, datasets, results)
     with tempfile.TemporaryDirectory() as staging:
         folder = Path(staging)
         save_expert(model, name, folder, statistics=statistics)
@@ -258,6 +261,7 @@ def push_experts(
     """
     api = HfApi(token=token)
     tuner, names = tuner_of(model), list(tuner_of(model).experts)
+    _check_push(repo_id, private, revision, commit_message, base_model, license, datasets, results)
     staging = tempfile.TemporaryDirectory()
     folder = Path(staging.name)
     try:
@@ -320,11 +324,21 @@ def load_experts(
         InvalidExpertError: a source is not an expert, or one that no backbone can have.
         ValueError: two experts have the same name, or an expert is of another backbone.
     """
-    if isinstance(sources, (str, os.PathLike)):
+    check("sources", sources, "a source, a list of them or a dict", (str, os.PathLike, Iterable))
+    if isinstance(sources, (str, bytes, os.PathLike)):
         sources = [sources]
-    named = list(sources.items()) if isinstance(sources, Mapping) else [(None, source) for source in sources]
+    named: list[tuple[Any, Any]] = [(None, source) for source in sources]
+    if isinstance(sources, Mapping):
+        named = list(sources.items())
+        for name in sources:
+            check("the name of an expert", name, "letters, digits, '_' and '-'", str, bool(name))
     if not named:
         raise ValueError("there are no experts to load: the list is empty.")
+    rename = {} if rename is None else rename
+    check("rename", rename, "a dict {expert: {class: name}}", Mapping)
+    for classes in rename.values():
+        check("rename", rename, "a dict {expert: {class: name}}", Mapping, isinstance(classes, Mapping))
+    _check_model(model, allow_mismatch)
     found: dict[str, Path] = {}
     router: dict[str, Any] | None = None
     for name, source in named:
@@ -344,7 +358,7 @@ def load_experts(
                 "{'name': source, ...})."
             )
         found.update(experts)
-    return _load(model, found, router if len(named) == 1 else None, rename or {}, allow_mismatch)
+    return _load(model, found, router if len(named) == 1 else None, rename, allow_mismatch)
 
 
 def load_expert(
@@ -375,6 +389,9 @@ def load_expert(
         InvalidExpertError: the source is not an expert, or one that no backbone can have.
         ValueError: the model has an expert of that name, or the expert is of another backbone.
     """
+    check("name", name, "the name of an expert", (str, type(None)), name != "")
+    check("rename", rename, "a dict {class: name}", (Mapping, type(None)))
+    _check_model(model, allow_mismatch)
     of_collection = [f"{name}/{file}" for file in EXPERT_FILES] if name and NAME_RULE.fullmatch(name) else []
     folder = _local(source, revision, token, [*EXPERT_FILES, *of_collection])
     if (folder / MANIFEST_NAME).is_file():
@@ -407,8 +424,24 @@ def list_experts(
     Returns:
         `list` of [`~huggingface_hub.ModelInfo`]: Their `id` is what [`load_experts`] takes.
     """
+    for key, value in (("author", author), ("base_model", base_model)):
+        check(key, value, "a name on the Hub", (str, type(None)), value != "")
+    check("classes", classes, "a list of class names", Iterable, not isinstance(classes, (str, bytes)))
+    classes = check_classes(classes) if classes else []
     tags = [TAGS[0], "peft", *([f"base_model:{base_model}"] if base_model else []), *map(class_tag, classes)]
     return list(HfApi(token=token).list_models(author=author, filter=tags))
+
+
+def check(name: str, value: Any, needed: str, kinds: type | tuple[type, ...], right: bool = True) -> None:
+    """
+    Refuse an argument that is nothing of the kind.
+
+    Raises:
+        ValueError: with what is needed.
+    """
+    if not isinstance(value, kinds) or not right:
+        found = type(value).__name__ if isinstance(value, nn.Module) else show(value)
+        raise ValueError(f"{name} must be {needed}, got {found}.")
 
 
 def tuner_of(model: nn.Module) -> LucaModel:
@@ -417,6 +450,57 @@ def tuner_of(model: nn.Module) -> LucaModel:
     if not isinstance(tuner, LucaModel):
         raise ValueError(f"needs a PeftModel with LuCA experts, got {type(model).__name__}.")
     return tuner
+
+
+def _check_experts(names: Any, tuner: LucaModel) -> None:
+    """Refuse to save what is not there, before anything is written."""
+    check("names", names, "a list of names of experts", Collection, not isinstance(names, (str, bytes)))
+    for name in names:
+        if not isinstance(name, str) or name not in tuner.experts:
+            raise ValueError(f"there is no expert {show(name)} to save. The model has {', '.join(tuner.experts)}.")
+
+
+def _folder(directory: Any) -> Path:
+    check("directory", directory, "a folder to save in", (str, os.PathLike), directory != "")
+    folder = Path(directory)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, and experts are saved in a folder. Name another.")
+    return folder
+
+
+def _check_model(model: Any, allow_mismatch: Any) -> None:
+    needed = "a backbone with a head, or a PeftModel with LuCA experts"
+    check("model", model, needed, nn.Module, not isinstance(model, LucaModel))
+    check("allow_mismatch", allow_mismatch, "True or False", bool)
+
+
+def _check_push(
+    repo_id: Any,
+    private: Any,
+    revision: Any,
+    commit_message: Any,
+    base_model: Any,
+    license: Any,
+    datasets: Any,
+    results: Any,
+) -> None:
+    """Refuse what cannot be meant before a repository is made."""
+    check("repo_id", repo_id, "the id of a repository, 'owner/name'", str, bool(repo_id))
+    check("private", private, "True, False or None", (bool, type(None)))
+    for name, value in (("revision", revision), ("commit_message", commit_message), ("license", license)):
+        check(name, value, "a text", (str, type(None)), value != "")
+    check("base_model", base_model, "the id of a model on the Hub", (str, type(None)), base_model != "")
+    ids = [] if datasets is None else [datasets] if isinstance(datasets, str) else datasets
+    sound = isinstance(ids, Iterable) and all(isinstance(name, str) and name for name in ids)
+    check("datasets", datasets, "ids of datasets on the Hub", object, sound)
+    check("results", results, "what a run's results.json holds", (Mapping, type(None)))
+    if results is not None:
+        check("tasks in results", results.get("tasks", []), "a list", list)
+        try:
+            json.dumps(results, allow_nan=False)
+            collection_figures(results)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"results must be what a run's results.json holds: {error}.") from error
 
 
 def _router_entry(tuner: LucaModel) -> dict[str, Any] | None:
@@ -509,6 +593,9 @@ def _add_metrics(path: Path, results: Mapping[str, Any]) -> None:
 
 def _local(source: str | os.PathLike[str], revision: str | None, token: str | bool | None, files: list[str]) -> Path:
     """The folder of a source: itself, or where the named files of a Hub repository lie in the cache."""
+    needed = "a folder or a Hub id of an expert or a collection (names go into a dict, {'name': source})"
+    check("a source", source, needed, (str, os.PathLike), source != "")
+    check("revision", revision, "a branch, tag or commit", (str, type(None)), revision != "")
     if Path(source).is_dir():
         return Path(source)
     try:
@@ -593,7 +680,7 @@ def _load(
             _set_router(tuner_of(loaded), router)
     except BaseException:
         if not isinstance(model, PeftModel) and loaded is not None:
-            tuner_of(loaded).unload()
+            tuner_of(loaded).take_back()
         elif loaded is not None:
             for name in added:
                 loaded.delete_adapter(name)
@@ -627,6 +714,7 @@ def _add(tuner: LucaModel, name: str, config: LucaConfig) -> None:
     config.resolve()
     alone = LucaLayer(layer.base_layer, layer.width, layer.input_width)
     alone.update_layer(name, config)
+    alone.train(layer.training)
     for key, parameter in alone.named_parameters():
         if not key.startswith("base_layer."):
             parameter.requires_grad_(False)
@@ -659,7 +747,7 @@ def _statistics(folder: Path, config: LucaConfig, rename: Mapping[str, str]) -> 
 def _set_router(tuner: LucaModel, router: dict[str, Any]) -> None:
     try:
         tuner.set_router(router["name"], **router["options"])
-    except (TypeError, RuntimeError) as error:  # a stranger's options
+    except (ValueError, RuntimeError) as error:  # a stranger's options
         raise InvalidExpertError(f"the collection's router {router} cannot be set: {error}") from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -154,10 +154,24 @@ class LucaLayer(nn.Module, BaseTunerLayer):
     def is_untrained(self, adapter_name: str) -> bool:
         """Whether an expert is as it was made: no optimizer leaves σ, or a linear head's bias, where it was."""
         config = self.configs[adapter_name]
+        if self.luca_class_rows[adapter_name].is_meta:
+            return True
         if config.head == "linear":
             return not bool(self.luca_class_bias[adapter_name].any())
         scale = self.luca_scale[adapter_name].detach()
         return bool(scale == torch.tensor(config.scale, dtype=scale.dtype))
+
+    def twin(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        """Another expert that has exactly these weights, which are named as this one's are within the layer."""
+        here = self.state_dict()
+        for other in self.configs:
+            names = {key: key.replace(f".{adapter_name}", f".{other}", 1) for key in tensors}
+            if other != adapter_name and all(
+                name in here and not here[name].is_meta and torch.equal(here[name], tensors[key].to(here[name]))
+                for key, name in names.items()
+            ):
+                return other
+        return None
 
     def expected_keys(self, adapter_name: str) -> set[str]:
         """Names, relative to the layer, of every tensor that belongs to an expert."""

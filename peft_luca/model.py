@@ -19,9 +19,25 @@ from .closed_form import StatisticsRouter
 from .config import LucaConfig
 from .head import check_expert_name, find_head
 from .layer import MERGE_REFUSED, LucaLayer, find_layer, luca_layers, reading_features
-from .outputs import Outputs, cross_entropy
+from .outputs import Outputs
 from .routing import Oracle, Router, RouterOptions, RoutingOutput, get_router
 from .statistics import DEFAULT_RANK, ClassStatistics
+from .untouched import Untouched
+
+
+class _Configs(dict[str, LucaConfig]):
+    """The experts' configs. PEFT's verbs look experts up here before they ask the tuner."""
+
+    def __contains__(self, name: object) -> bool:
+        if isinstance(name, (list, set, dict)):
+            raise ValueError(
+                f"an expert is named by a string, got {name!r}. One expert is active at a time: use "
+                "set_router('entropy') to ask all experts and let the most certain one answer each image."
+            )
+        return super().__contains__(name)
+
+    def __missing__(self, name: object) -> LucaConfig:
+        raise KeyError(f"there is no expert {name!r}. The model has {', '.join(self)}.")
 
 
 class LucaModel(BaseTuner):
@@ -65,9 +81,16 @@ class LucaModel(BaseTuner):
         # Adapters of another method inside the backbone keep their own configs, which PEFT would mix with ours.
         foreign = vars(model).get("peft_config") or {}
         self_made = all(isinstance(config, LucaConfig) for config in foreign.values())
-        if not self_made:
-            del model.peft_config
-        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        before = Untouched.of(model)
+        peft_config = _Configs(peft_config if isinstance(peft_config, dict) else {adapter_name: peft_config})
+        try:
+            if not self_made:
+                del model.peft_config
+            super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        except BaseException:
+            before.give_back(model)
+            raise
+        self._before = before
         self._backbone_peft_config = None if self_made else foreign
 
     # ---- what PEFT calls when an expert is added -----------------------------------------------------------------
@@ -156,6 +179,19 @@ class LucaModel(BaseTuner):
             self.layer.router, self.layer.router_options = None, {}
             self._follow_outputs()
 
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+        """
+        Let experts be trained, or freeze them, without making them active.
+
+        Raises:
+            ValueError: there is no such expert.
+        """
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        unknown = [name for name in names if name not in self.experts]
+        if unknown:
+            raise ValueError(f"there is no expert {unknown[0]!r}. The model has {', '.join(self.experts)}.")
+        super().set_requires_grad(names, requires_grad)
+
     def delete_adapter(self, adapter_name: str) -> None:
         """
         Forget an expert: what is left is exactly the model that never had it.
@@ -200,7 +236,8 @@ class LucaModel(BaseTuner):
                 "adapter_names has '__base__', but the base model's own head knows other classes than the experts do, "
                 "so that one batch cannot hold both answers. Run those images within `model.disable_adapter()`."
             )
-        unknown = sorted(set(adapter_names) - set(self.experts))
+        wanted = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        unknown = sorted({str(name) for name in wanted if not isinstance(name, str) or name not in self.experts})
         if unknown:
             raise ValueError(
                 f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}. The model has "
@@ -224,6 +261,10 @@ class LucaModel(BaseTuner):
         self._base_outputs.apply(self.model)
         model: nn.Module = self.model
         return model
+
+    def take_back(self) -> None:
+        """Undo the making of the model, also what was frozen and put into eval mode: its experts are refused."""
+        self._before.give_back(self.model)
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
@@ -254,7 +295,11 @@ class LucaModel(BaseTuner):
     def layer(self) -> LucaLayer:
         """The layer that holds the experts."""
         layer = self.model.get_submodule(self.targeted_module_names[0])
-        assert isinstance(layer, LucaLayer)
+        if not isinstance(layer, LucaLayer):
+            raise RuntimeError(
+                "this model has no experts any more: unload() has taken them off. Go on with the backbone that it "
+                "returned, or put experts onto that with get_peft_model or load_experts."
+            )
         return layer
 
     @property
@@ -291,24 +336,22 @@ class LucaModel(BaseTuner):
             self.layer.set_router(None, {})
         else:
             function = get_router(router)
-            common, own = RouterOptions.split(options)
             before = self.layer.router, self.layer.router_options
             try:
+                common, own = RouterOptions.split(options)
                 if callable(function):
                     function(torch.zeros(1, 2, 3), **own)
                 elif own and isinstance(function, Oracle):
                     raise TypeError(f"the oracle takes none, got {sorted(own)}")
+                elif common.routing_scope == "batch":
+                    raise ValueError(f"routing_scope='batch' goes with routers of scores only, got {router!r}.")
                 self.layer.set_router(function, options)
-            except TypeError as error:
+            except BaseException as error:
                 self.layer.router, self.layer.router_options = before
-                raise ValueError(f"the router {router!r} does not take these options: {error}") from error
-            except ValueError:
-                self.layer.router, self.layer.router_options = before
+                if isinstance(error, TypeError):
+                    raise ValueError(f"the router {router!r} does not take these options: {error}") from error
                 raise
             if common.routing_scope == "batch":
-                if not callable(function):
-                    self.layer.router, self.layer.router_options = before
-                    raise ValueError(f"routing_scope='batch' goes with routers of scores only, got {router!r}.")
                 warnings.warn(
                     "routing_scope='batch' lets one expert answer a whole batch, as the released evaluation does: the "
                     "accuracy then depends on how the images are ordered and batched, and over a test set sorted by "
@@ -460,7 +503,8 @@ class LucaModel(BaseTuner):
         )
         path, layer = find_layer(model)
         try:
-            missing = {f"{path}.{key}" for key in layer.expected_keys(adapter_name)} - set(remapped)
+            expected = layer.expected_keys(adapter_name)
+            missing = {f"{path}.{key}" for key in expected} - set(remapped)
             if missing:
                 raise ValueError(
                     f"the file of expert {adapter_name!r} lacks {sorted(missing)}. It is not whole, or was made by "
@@ -468,10 +512,19 @@ class LucaModel(BaseTuner):
                 )
             check_backbone(model, config, adapter_name, state_dict)
             check_same_reference(layer, adapter_name, state_dict)
+            tensors = {key: remapped[f"{path}.{key}"] for key in expected}
+            other = None if layer.is_untrained(adapter_name) else layer.twin(adapter_name, tensors)
+            if other is not None:
+                raise ValueError(
+                    f"these are the weights of expert {other!r}, and would replace what {adapter_name!r} has learnt. "
+                    "If this is load_best_model_at_end of transformers, it knows only an expert called 'default': the "
+                    f"checkpoint has a folder {adapter_name!r}, which model.load_adapter(folder, {adapter_name!r}) "
+                    f"loads. To make a copy of {other!r}, delete {adapter_name!r} first."
+                )
         except ValueError:
             if isinstance(model, PeftModel) and layer.is_untrained(adapter_name):  # made for what is refused
                 tuner: Any = model.base_model
-                tuner.unload() if len(tuner.peft_config) == 1 else tuner.delete_adapter(adapter_name)
+                tuner.take_back() if len(tuner.peft_config) == 1 else tuner.delete_adapter(adapter_name)
             raise
         return remapped
 
@@ -485,4 +538,4 @@ class LucaModel(BaseTuner):
         else:
             all_classes = layer.router is not None or layer.over_all_classes
             names = self.classes if all_classes else self.experts[layer.active_adapters[0]]
-            Outputs(dict(enumerate(names)), cross_entropy, None).apply(self.model)
+            Outputs.of_expert(names).apply(self.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -13,19 +14,27 @@ class Outputs(NamedTuple):
     """Labels and loss of a model: the base's own, or an expert's."""
 
     id2label: dict[int, str] | None
+    label2id: dict[str, int] | None
     loss_function: Any
     problem_type: str | None
 
     @classmethod
     def of(cls, model: nn.Module) -> Outputs:
         config = getattr(model, "config", None)
-        id2label = getattr(config, "id2label", None)
+        id2label, label2id = getattr(config, "id2label", None), getattr(config, "label2id", None)
         # Only what was set on the model itself: otherwise transformers finds the loss by the model's class.
         return cls(
             None if id2label is None else dict(id2label),
+            None if label2id is None else dict(label2id),
             model.__dict__.get("_loss_function"),
             getattr(config, "problem_type", None),
         )
+
+    @classmethod
+    def of_expert(cls, classes: Iterable[str]) -> Outputs:
+        """Those of an expert, or of all of them, over these classes."""
+        names = dict(enumerate(classes))
+        return cls(names, {name: i for i, name in names.items()}, cross_entropy, None)
 
     def names(self, head: nn.Module) -> list[str]:
         """Class names of the base: those of its config, or the numbers of its outputs."""
@@ -42,7 +51,7 @@ class Outputs(NamedTuple):
         if self.id2label is None or not hasattr(config, "id2label"):
             return
         config.id2label = dict(self.id2label)
-        config.label2id = {name: i for i, name in self.id2label.items()}
+        config.label2id = dict(self.label2id or {name: i for i, name in self.id2label.items()})
         config.problem_type = self.problem_type
         if hasattr(model, "num_labels"):
             model.num_labels = len(self.id2label)

@@ -7,14 +7,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from .cache import write_whole
+from .config import check_classes
+from .untrusted import MAX_JSON_BYTES, InvalidExpertError, Wanted, parse_object, read_tensors, show
 
 
 STATISTICS_NAME = "statistics.safetensors"
@@ -23,6 +25,8 @@ DEFAULT_RANK = 64
 RANDOM_SEED = 0
 # Images, or rows, that are in float64 at a time.
 BLOCK = 4096
+MAX_IMAGES = 1e12  # of a class
+TOLERANCE = 1e-3  # of numbers in a file, which were rounded to float32
 
 
 def unit_features(z: Tensor, mean: Tensor | None = None, std: Tensor | None = None) -> Tensor:
@@ -165,39 +169,113 @@ class ClassStatistics:
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> ClassStatistics:
         """
-        Read the `statistics.safetensors` of a folder.
+        Read the `statistics.safetensors` of a folder, which may be a stranger's.
 
         Raises:
-            ValueError: it is not such a file, or what it says cannot be.
+            InvalidExpertError: it is not such a file, or what it says cannot be.
         """
         path = Path(directory) / STATISTICS_NAME
         try:
-            with safe_open(path, framework="pt") as file:
-                about = json.loads((file.metadata() or {})["statistics"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-            if about["format"] != STATISTICS_FORMAT:
-                raise ValueError(f"its format is {about['format']!r}, and this version reads {STATISTICS_FORMAT}")
-            classes = tuple(about["classes"])
-            rows, factors = tensors["factor_rows"], tensors["factors"]
-            k, d = tensors["means"].shape
-            right = (
-                len(classes) == len(set(classes)) == k
-                and all(isinstance(name, str) for name in classes)
-                and tensors["counts"].shape == rows.shape == tensors["errors"].shape == (k,)
-                and tensors["remainder"].shape == (k, d)
-                and factors.shape == (int(rows.sum()), d)
-                and bool((tensors["counts"] >= 1).all() and (tensors["remainder"] >= 0).all() and (rows >= 0).all())
-            )
-            gram, sums = tensors.get("gram"), tensors.get("random_sums")
-            if gram is not None:
-                right = right and sums is not None and sums.shape == (k, len(gram)) and gram.shape == (len(gram),) * 2
-            if not right or not all(t.isfinite().all() for t in tensors.values()):
-                raise ValueError("its tensors do not fit together")
-            parts = tuple(factors.split(rows.tolist()))
-            first = classes, tensors["counts"], tensors["means"]
-            return cls(*first, parts, tensors["remainder"], tensors["errors"], gram, sums)
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-            raise ValueError(f"{path} does not hold the statistics of an expert: {error}.") from error
+            tensors, header = read_tensors(path, _wanted, MAX_JSON_BYTES)
+            classes = _classes_of(header)
+            _check_numbers(tensors)
+        except (InvalidExpertError, _Refused) as error:
+            own = f"{path} does not hold the statistics of an expert: {error}."
+            raise InvalidExpertError(
+                f"{error if isinstance(error, InvalidExpertError) else own} Get the file from the expert's owner "
+                "again, or use a router that needs none, such as 'entropy'."
+            ) from error
+        return cls(
+            classes,
+            tensors["counts"],
+            tensors["means"],
+            tuple(tensors["factors"].split(tensors["factor_rows"].tolist())),
+            tensors["remainder"],
+            tensors["errors"],
+            tensors.get("gram"),
+            tensors.get("random_sums"),
+        )
+
+
+class _Refused(ValueError):
+    """What is wrong with a file of statistics."""
+
+
+def _classes_of(header: Mapping[str, Any]) -> tuple[str, ...]:
+    """Class names that the header of a file of statistics has."""
+    metadata = header.get("__metadata__")
+    about = metadata.get("statistics") if isinstance(metadata, dict) else None
+    if not isinstance(about, str):
+        raise _Refused(f"its header does not say of which classes they are, but {show(metadata)}")
+    try:
+        values = parse_object(about, "what its header says of itself")
+        if values.get("format") != STATISTICS_FORMAT:
+            raise _Refused(f"its format is {show(values.get('format'))}, and this version reads {STATISTICS_FORMAT}")
+        if not isinstance(values.get("classes"), list):
+            raise _Refused(f"its classes must be a list, got {show(values.get('classes'))}")
+        return tuple(check_classes(values["classes"]))
+    except ValueError as error:
+        raise error if isinstance(error, _Refused) else _Refused(str(error).rstrip(".")) from error
+
+
+def _wanted(header: Mapping[str, Any]) -> Wanted:
+    """Types and shapes of the tensors in a file of statistics with this header: K and d, and what they go with."""
+
+    def size(name: str) -> int:
+        entry = header.get(name)
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        found = shape[-1 if name == "means" else 0] if isinstance(shape, list) and shape else None
+        if type(found) is not int or found < (name != "factors"):  # no class needs a factor
+            raise _Refused(f"its {name} has the shape {show(shape)}")
+        return found
+
+    k, d = len(_classes_of(header)), size("means")
+    wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+        "counts": (("F64",), (k,)),
+        "means": (("F64",), (k, d)),
+        "factor_rows": (("I64",), (k,)),
+        "factors": (("F32",), (size("factors"), d)),
+        "remainder": (("F32",), (k, d)),
+        "errors": (("F64",), (k,)),
+    }
+    if "gram" in header or "random_sums" in header:
+        m = size("gram")
+        wanted |= {"gram": (("F32",), (m, m)), "random_sums": (("F64",), (k, m))}
+    return wanted
+
+
+def _check_numbers(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse numbers that no unit features have. Beyond these bounds a classifier could overflow."""
+    counts, means, rows = tensors["counts"], tensors["means"], tensors["factor_rows"]
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise _Refused(f"{name} holds numbers that are not finite")
+    if not ((counts >= 1) & (counts <= MAX_IMAGES) & (counts == counts.round())).all():
+        raise _Refused(f"counts must be whole numbers from 1 to {MAX_IMAGES:.0e}, got {show(counts[:5].tolist())}")
+    n, d = len(tensors["factors"]), means.shape[1]
+    # No scatter has more rows: a classifier's memory grows with their square.
+    if not ((rows >= 0) & (rows <= min(n, d)) & (rows < counts)).all() or int(rows.sum()) != n:
+        raise _Refused(
+            f"factor_rows must be from 0 to {d}, below the classes' counts, and {n} together, got "
+            f"{show(rows[:5].tolist())}"
+        )
+    if not (means.norm(dim=1) <= 1 + TOLERANCE).all():
+        raise _Refused("means must be those of features of length 1, and some are longer")
+    if not (tensors["remainder"] >= 0).all() or not ((tensors["errors"] >= 0) & (tensors["errors"] <= 1.01)).all():
+        raise _Refused("remainder must not be below 0, and errors must be from 0 to 1")
+    owner = torch.repeat_interleave(rows)
+    lengths = torch.linalg.vector_norm(tensors["factors"], dim=1).double()
+    spread = tensors["remainder"].double().sum(dim=1).index_add_(0, owner, lengths.square())
+    if not (spread <= counts * (1 + TOLERANCE)).all():
+        raise _Refused("factors and remainder spread wider than features of length 1 can")
+    if "gram" in tensors:
+        # A random feature is at most as large as its direction, whose square has d degrees of freedom.
+        square, images = 10.0 * d + 100.0, float(counts.sum())
+        sums = tensors["random_sums"]
+        if not (tensors["gram"].abs() <= images * square).all():
+            raise _Refused(f"gram must be that of {images:.0f} images, and has larger numbers")
+        if not ((sums >= 0) & (sums <= counts[:, None] * square**0.5)).all():
+            raise _Refused("random_sums must be from 0 to what the classes' images can sum up to")
 
 
 def pool(parts: Mapping[str, ClassStatistics]) -> ClassStatistics:

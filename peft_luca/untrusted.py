@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,13 @@ MANIFEST_FORMAT = 1
 MAX_JSON_BYTES = 2**25
 MAX_HEADER_BYTES = 2**20
 MAX_EXPERT_BYTES = 2**30  # an expert of ViT-g over ten thousand classes has 70 MB
-MAX_CLASS_NAME = 1000
 # Beyond these an expert's scores could overflow: NaN, which a router takes for certainty. Trained ones are far within.
 MAX_NUMBER = 1e4
 MIN_DEVIATION = 1e-6
+FLOATS = ("F64", "F32", "F16", "BF16")
+Wanted = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name → types that it may have, shape
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _KINDS: dict[str, tuple[type, ...]] = {
     "classes": (list,),
     "reduction": (int,),
@@ -64,7 +65,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         raise InvalidExpertError(f"{path} cannot be read: {error}.") from error
     if len(content) > MAX_JSON_BYTES:
         raise InvalidExpertError(f"{path} is not {what}: it has more than {MAX_JSON_BYTES} bytes.")
-    return _parse(content, f"{path} is not {what}")
+    return parse_object(content, f"{path} is not {what}")
 
 
 def read_config(folder: Path) -> LucaConfig:
@@ -78,14 +79,14 @@ def read_config(folder: Path) -> LucaConfig:
     values = read_json(path, "the config of an expert")
     if values.get("peft_type") != "LUCA":
         raise InvalidExpertError(
-            f"{path} holds an adapter of type {_show(values.get('peft_type'))}, not a LuCA expert."
+            f"{path} holds an adapter of type {show(values.get('peft_type'))}, not a LuCA expert."
         )
     # What a stranger must not decide: allow_mismatch switches the guard of the backbone off.
     known = {field.name for field in fields(LucaConfig)} - {"allow_mismatch"}
     unknown = sorted(set(values) - known)
     if unknown:
         raise InvalidExpertError(
-            f"{path} has the keys {_show(unknown)}, which this version of peft_luca and PEFT does not know. If the "
+            f"{path} has the keys {show(unknown)}, which this version of peft_luca and PEFT does not know. If the "
             "file is sound, update both."
         )
     if "classes" not in values:
@@ -94,33 +95,17 @@ def read_config(folder: Path) -> LucaConfig:
         kinds = _KINDS.get(key, (str, type(None)))
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise InvalidExpertError(
-                f"{path}: {key} must be of type {' or '.join(kind.__name__ for kind in kinds)}, got {_show(value)}."
+                f"{path}: {key} must be of type {' or '.join(kind.__name__ for kind in kinds)}, got {show(value)}."
             )
     if not all(isinstance(name, str) for name in values.get("target_modules") or ()):
-        raise InvalidExpertError(f"{path}: target_modules must be names, got {_show(values['target_modules'])}.")
+        raise InvalidExpertError(f"{path}: target_modules must be names, got {show(values['target_modules'])}.")
     if values.get("fingerprint") is not None and not re.fullmatch("[0-9a-f]{64}", values["fingerprint"]):
-        raise InvalidExpertError(f"{path}: fingerprint must be a SHA-256 digest, got {_show(values['fingerprint'])}.")
+        raise InvalidExpertError(f"{path}: fingerprint must be a SHA-256 digest, got {show(values['fingerprint'])}.")
     try:
         config = LucaConfig(**{key: value for key, value in values.items() if key != "peft_type"})
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidExpertError(f"{path}: {error}") from error
-    check_class_names(config.classes or [], path)
     return config
-
-
-def check_class_names(classes: list[str], where: Any) -> None:
-    """
-    Class names end in labels, in cards and on screens.
-
-    Raises:
-        InvalidExpertError: one is very long, or has control characters or half a character (a surrogate) in it.
-    """
-    for name in classes:
-        if len(name) > MAX_CLASS_NAME or _CONTROL.search(name):
-            raise InvalidExpertError(
-                f"{where}: class names have at most {MAX_CLASS_NAME} characters and no control characters, got "
-                f"{_show(name)}."
-            )
 
 
 def expert_shapes(config: LucaConfig, width: int) -> dict[str, tuple[int, ...]]:
@@ -173,15 +158,9 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
                 f"{width} wide: the file is not whole, or the expert was trained on another backbone "
                 f"({config.base_model_name_or_path or 'unnamed'}, {(config.fingerprint or 'no fingerprint')[:12]})."
             )
-        content = path.read_bytes()
     except OSError as error:
         raise InvalidExpertError(f"{path} cannot be read: {error}.") from error
-    _check_header(path, content, shapes)
-    _check_digest(path, content)
-    try:
-        tensors = load(content)
-    except (SafetensorError, ValueError, RuntimeError) as error:
-        raise InvalidExpertError(f"{path} is not a whole safetensors file: {error}.") from error
+    tensors, _ = read_tensors(path, lambda header: {name: (FLOATS, shape) for name, shape in shapes.items()})
     for name, tensor in tensors.items():
         if not (tensor.abs() <= MAX_NUMBER).all():
             raise InvalidExpertError(f"{path}: {name} holds numbers that are not finite, or above {MAX_NUMBER:g}.")
@@ -190,15 +169,53 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
     return {name.removeprefix(f"base_model.model.{head}."): tensor for name, tensor in tensors.items()}
 
 
+def read_tensors(
+    path: Path, wanted: Callable[[dict[str, Any]], Wanted], header_bytes: int = MAX_HEADER_BYTES
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """
+    The tensors of a safetensors file, and its header. What lies behind the header is read only once names, types,
+    shapes and places are those that must be in such a file, and the file is as long as they say.
+
+    Args:
+        path (`Path`): The file.
+        wanted (function): Its header → names, types and shapes of the tensors that must be in it.
+        header_bytes (`int`, *optional*): The longest header that such a file can have.
+
+    Raises:
+        InvalidExpertError: it is not that, or not the file that the Hub named.
+    """
+    check_size(path)
+    try:
+        with open(path, "rb") as file:
+            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(header_bytes, size - 8):
+                raise InvalidExpertError(f"{path} is not a whole safetensors file: its header has {length} bytes.")
+            header = parse_object(file.read(length), f"{path} has no safetensors header")
+            _check_header(path, header, wanted(header), size - 8 - length)
+            file.seek(0)
+            content = file.read(size)
+    except OSError as error:
+        raise InvalidExpertError(f"{path} cannot be read: {error}.") from error
+    _check_digest(path, content)
+    try:
+        return load(content), header
+    except (SafetensorError, ValueError, RuntimeError) as error:
+        raise InvalidExpertError(f"{path} is not a whole safetensors file: {error}.") from error
+
+
 def check_size(path: Path) -> None:
     """
     Refuse a file that no expert needs, before it is read.
 
     Raises:
-        InvalidExpertError: it has more than a gibibyte.
+        InvalidExpertError: it has more than a gibibyte, or cannot be read.
     """
-    if path.stat().st_size > MAX_EXPERT_BYTES:
-        raise InvalidExpertError(f"{path} has {path.stat().st_size} bytes, more than {MAX_EXPERT_BYTES}.")
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise InvalidExpertError(f"{path} cannot be read: {error}.") from error
+    if size > MAX_EXPERT_BYTES:
+        raise InvalidExpertError(f"{path} has {size} bytes, more than {MAX_EXPERT_BYTES}.")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -215,31 +232,37 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise InvalidExpertError(f"{path} is not a manifest of experts: it needs 'experts', a list, and 'router'.")
     if manifest.get("format") != MANIFEST_FORMAT:
         raise InvalidExpertError(
-            f"{path} has format {_show(manifest.get('format'))}, and this version of peft_luca reads "
-            f"{MANIFEST_FORMAT}."
+            f"{path} has format {show(manifest.get('format'))}, and this version of peft_luca reads {MANIFEST_FORMAT}."
         )
     if not experts:
         raise InvalidExpertError(f"{path} is empty: it names no experts.")
     if router is not None:
         router = router if isinstance(router, dict) else {}
         options = router.get("options")
-        simple = isinstance(options, dict) and all(
-            isinstance(value, (str, int, float, type(None))) for value in options.values()
-        )
+        simple = isinstance(options, dict) and all(map(_is_simple, options.values()))
         if not simple or not isinstance(router.get("name"), str):
-            raise InvalidExpertError(f"{path}: router must have a name and simple options, got {_show(router)}.")
+            raise InvalidExpertError(
+                f"{path}: router must have a name and simple options, with numbers of usual size, got {show(router)}."
+            )
     names = [entry.get("name") for entry in experts]
     for name in names:
-        if not isinstance(name, str) or len(name) > MAX_CLASS_NAME or not NAME_RULE.fullmatch(name):
+        if not isinstance(name, str) or not NAME_RULE.fullmatch(name):
             raise InvalidExpertError(
-                f"{path} names an expert {_show(name)}: names are made of letters, digits, '_' and '-'."
+                f"{path} names an expert {show(name)}: names are made of letters, digits, '_' and '-'."
             )
     if len({name.lower() for name in names}) < len(names):  # in one folder, on some file systems
         raise InvalidExpertError(f"{path} names an expert more than once.")
     return manifest
 
 
-def _parse(content: bytes, complaint: str) -> dict[str, Any]:
+def _is_simple(value: Any) -> bool:
+    """Whether a router's option is one that its numbers cannot overflow with."""
+    if isinstance(value, (int, float)):
+        return not value or 1 / MAX_NUMBER <= abs(value) <= MAX_NUMBER
+    return isinstance(value, (str, type(None)))
+
+
+def parse_object(content: bytes | str, complaint: str) -> dict[str, Any]:
     """A JSON object without keys that come twice and without NaN."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -251,7 +274,8 @@ def _parse(content: bytes, complaint: str) -> dict[str, Any]:
         raise ValueError(f"{constant} is no JSON")
 
     try:
-        values = json.loads(content.decode("utf-8"), object_pairs_hook=once, parse_constant=refuse)
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        values = json.loads(text, object_pairs_hook=once, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise InvalidExpertError(f"{complaint}: {str(error)[:200]}.") from error
     if not isinstance(values, dict):
@@ -259,34 +283,28 @@ def _parse(content: bytes, complaint: str) -> dict[str, Any]:
     return values
 
 
-def _check_header(path: Path, content: bytes, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_header(path: Path, header: dict[str, Any], wanted: Wanted, data_bytes: int) -> None:
     """Compare a safetensors header with what must be in it: names, types, shapes, and places without gaps."""
-    length = int.from_bytes(content[:8], "little")
-    if not 2 <= length <= min(MAX_HEADER_BYTES, len(content) - 8):
-        raise InvalidExpertError(f"{path} is not a whole safetensors file: its header has {length} bytes.")
-    header = _parse(content[8 : 8 + length], f"{path} has no safetensors header")
-    header.pop("__metadata__", None)
-    if set(header) != set(shapes):
-        missing, unknown = sorted(set(shapes) - set(header)), sorted(set(header) - set(shapes))
+    found = set(header) - {"__metadata__"}
+    if found != set(wanted):
+        missing, unknown = sorted(set(wanted) - found), sorted(found - set(wanted))
         raise InvalidExpertError(
-            f"{path} does not hold the tensors that its config asks for: missing {_show(missing)}, unknown "
-            f"{_show(unknown)}."
+            f"{path} does not hold the tensors that belong into it: missing {show(missing)}, unknown {show(unknown)}."
         )
     places = []
-    for name, shape in shapes.items():
+    for name, (dtypes, shape) in wanted.items():
         entry = header[name] if isinstance(header[name], dict) else {}
         dtype = entry.get("dtype")
-        if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        if not isinstance(dtype, str) or dtype not in dtypes:
             raise InvalidExpertError(
-                f"{path}: {name} has the dtype {_show(dtype)}, and experts are of {', '.join(_ITEM_BYTES)}."
+                f"{path}: {name} has the dtype {show(dtype)}, and must be of {', '.join(dtypes)}."
             )
         if entry.get("shape") != list(shape):
             raise InvalidExpertError(
-                f"{path}: {name} has the shape {_show(entry.get('shape'))}, and the config and the backbone ask for "
-                f"{list(shape)}."
+                f"{path}: {name} has the shape {show(entry.get('shape'))}, and must have {list(shape)}."
             )
         places.append((entry.get("data_offsets"), math.prod(shape) * _ITEM_BYTES[dtype]))
-    if list(_ends(places)) != [len(content) - 8 - length]:
+    if list(_ends(places)) != [data_bytes]:
         raise InvalidExpertError(f"{path} is not a whole safetensors file: its tensors do not fill it.")
 
 
@@ -314,7 +332,7 @@ def _check_digest(path: Path, content: bytes) -> None:
         )
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """A stranger's value in a message: escaped, and not at length."""
     try:
         text = ascii(value)

@@ -1,6 +1,7 @@
 """Experts that are put together by load_experts: the same as by PEFT, guarded by the fingerprint, in any number."""
 
 import json
+import re
 import time
 
 import pytest
@@ -88,6 +89,31 @@ def test_an_expert_without_a_fingerprint_is_refused_unless_told_otherwise(tmp_pa
     with pytest.raises(ValueError, match="expert 't' does not say which backbone it was trained on"):
         load_expert(make_vit(), tmp_path / "t")
     assert list(load_expert(make_vit(), tmp_path / "t", allow_mismatch=True).experts) == ["t"]
+
+
+def test_another_revision_of_the_backbone_is_said_with_its_distance_or_refused(tmp_path):
+    """Weights that moved a little, as from one revision to the next, and weights that moved a lot."""
+    model = make_model({"t": ["a", "b"]})
+    model.base_model.layer.luca_reference_mean["t"].zero_()
+    model.base_model.layer.luca_reference_std["t"].fill_(1)
+    model.compute_reference("t")
+    save_expert(model, "t", tmp_path)
+
+    def revision(share):
+        base = make_vit()
+        with torch.no_grad():
+            for parameter in base.vit.parameters():
+                parameter.mul_(1 + share)
+        return base
+
+    with pytest.warns(UserWarning, match=r"is only [0-9.e-]+ deviations away, as with another dtype") as caught:
+        loaded = load_expert(revision(1e-4), tmp_path)
+    said = " ".join(str(warning.message) for warning in caught)
+    distance = float(re.search(r"is only (\S+) deviations", said)[1])
+    assert 0 < distance < 0.05
+    assert len(loaded.experts) == 1
+    with pytest.raises(ValueError, match=r"was trained on the backbone .* deviations away, more than 0.05"):
+        load_expert(revision(0.5), tmp_path)
 
 
 def test_a_copy_of_the_backbone_in_half_precision_is_said_with_its_distance(tmp_path):

@@ -13,9 +13,10 @@ import torch
 from conftest import make_dinov2, make_model, make_vit, pixels
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 
 from peft_luca import InvalidExpertError, LucaConfig, load_expert, load_experts, save_expert, save_experts
+from peft_luca.hub import EXPERT_FILES
 from peft_luca.untrusted import MAX_JSON_BYTES, expert_shapes
 
 
@@ -172,10 +173,10 @@ def change_tensor(path, name, change):
         (lambda t: t.fill_(math.nan), "luca_class_rows holds numbers that are not finite"),
         (lambda t: t.fill_(math.inf), "luca_class_rows holds numbers that are not finite"),
         (lambda t: t.fill_(-1e19), "luca_class_rows holds numbers that are not finite, or above 10000"),
-        (lambda t: t.to(torch.int32), "luca_class_rows has the dtype 'I32', and experts are of F64, F32, F16, BF16"),
+        (lambda t: t.to(torch.int32), "luca_class_rows has the dtype 'I32', and must be of F64, F32, F16, BF16"),
         (lambda t: t.to(torch.complex64), "luca_class_rows has the dtype 'C64'"),
         (lambda t: t.to(torch.float8_e4m3fn), "luca_class_rows has the dtype 'F8_E4M3'"),
-        (lambda t: t.T.contiguous(), r"luca_class_rows has the shape \[32, 1\], .* ask for \[1, 32\]"),
+        (lambda t: t.T.contiguous(), r"luca_class_rows has the shape \[32, 1\], and must have \[1, 32\]"),
         (lambda t: t[:, :-1].contiguous(), r"luca_class_rows has the shape \[1, 31\]"),
         (lambda t: t.reshape(-1), r"luca_class_rows has the shape \[32\]"),
     ],
@@ -301,6 +302,9 @@ def test_the_shapes_that_are_asked_for_are_those_that_are_saved(tmp_path, arrang
             "router must have a name and simple options",
         ),
         ({"router": 3}, "router must have a name and simple options"),
+        ({"router": {"name": "gaussian", "options": {"temperature": 1e-30}}}, "with numbers of usual size"),
+        ({"router": {"name": "gaussian", "options": {"volume": -1e9}}}, "with numbers of usual size"),
+        ({"router": {"name": "gaussian", "options": {"volume": 10**400}}}, "with numbers of usual size"),
         ({"format": "1"}, "has format '1', and this version of peft_luca reads 1"),
     ],
 )
@@ -352,8 +356,11 @@ VALUES = st.recursive(
 def sound(tmp_path_factory):
     """A sound collection of one expert on a base, as bytes, and where to write what becomes of it."""
     place = tmp_path_factory.mktemp("fuzz")
-    save_experts(make_model({"t": ["a", "b"]}), place)
-    files = ["experts.json", "t/adapter_config.json", "t/adapter_model.safetensors"]
+    model = make_model({"t": ["a", "b"]})
+    features = torch.randn(30, 32, generator=torch.Generator().manual_seed(0))
+    model.collect_statistics("t", features, torch.arange(30) % 2, rank=8, random_features=8)
+    save_experts(model, place)
+    files = ["experts.json", *(f"t/{file}" for file in EXPERT_FILES)]
     return place, {file: (place / file).read_bytes() for file in files}, make_vit()
 
 
@@ -379,6 +386,24 @@ def spoilt_bytes(data, content):
     return content[:place] + data.draw(st.binary(max_size=16)) + content[place + length :]
 
 
+def spoilt_numbers(data, content):
+    """A safetensors file with some numbers of one of its tensors changed."""
+    tensors, length = load(content), int.from_bytes(content[:8], "little")
+    metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+    numbers = tensors[data.draw(st.sampled_from(sorted(tensors)))].view(-1)
+    which = data.draw(st.sampled_from([slice(None), slice(0, 1), slice(-1, None), slice(0, None, 2)]))
+    if data.draw(st.booleans()):
+        factor = data.draw(st.sampled_from([-1, 0, 2, 1e-3, 1e-20, 1e-40, 1e3, 1e6, 1e30]))
+        numbers[which] = (numbers[which] * factor).to(numbers.dtype)
+    else:
+        number = data.draw(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 1e-45, 1e9, 1e38, math.nan, math.inf]))
+        numbers[which] = number if numbers.is_floating_point() else data.draw(st.integers(-(2**63), 2**63 - 1))
+    return save(tensors, metadata)
+
+
+ROUTERS = ["gaussian", "gaussian", "gaussian", "prototype", "hybrid", "ridge", "entropy"]
+
+
 def check_one(sound, data):
     place, files, base = sound
     file = data.draw(st.sampled_from(sorted(files)))
@@ -387,6 +412,8 @@ def check_one(sound, data):
         content = spoilt_bytes(data, content)
     elif file.endswith(".json"):
         content = spoilt_json(data, json.loads(content))
+    elif data.draw(st.booleans()):
+        content = spoilt_numbers(data, content)
     else:
         length = int.from_bytes(content[:8], "little")
         header = spoilt_json(data, json.loads(content[8 : 8 + length]))
@@ -396,9 +423,15 @@ def check_one(sound, data):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = load_experts(base, place)
-        with torch.no_grad():
-            assert torch.isfinite(model(pixels(1)).logits).all()
-        model.unload()
+        try:
+            with torch.no_grad():
+                assert torch.isfinite(model(pixels(1)).logits).all()
+            model.set_router(data.draw(st.sampled_from(ROUTERS)))
+            answer = model.route(pixels(1))
+            assert torch.isfinite(answer.logits).all()
+            assert 0 <= float(answer.confidence) <= 1.0001
+        finally:
+            model.unload()
     except InvalidExpertError:
         pass
     except ValueError as error:

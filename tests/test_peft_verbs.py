@@ -132,8 +132,15 @@ def test_set_adapter_refuses_what_is_not_there_and_several_at_once() -> None:
         model.set_adapter("rocks")
     with pytest.raises(ValueError, match=r"there is no expert 'rocks'\. The model has animals, trees"):
         model.base_model.set_adapter("rocks")
+    for names in (["animals", "trees"], ["animals"]):  # PEFT's own verb takes no list
+        with pytest.raises(ValueError, match=r"named by a string, got \['animals.*One expert is active .* set_router"):
+            model.set_adapter(names)
     with pytest.raises(ValueError, match=r"one expert is active at a time, got .* Use set_router"):
         model.base_model.set_adapter(["animals", "trees"])
+    for known in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(ValueError, match="an expert is named by a string"):
+            known.set_adapter(["animals"])
+        assert known.active_adapters == ["animals"]
 
 
 @several
@@ -581,3 +588,30 @@ def test_mixed_models_and_other_types_beside_experts_are_refused() -> None:
         get_peft_model(tiny_vit(), expert_config(), mixed=True)
     with pytest.raises(ValueError, match="Cannot combine adapters with different peft types"):
         with_experts(**ONE).add_adapter("lora", LoraConfig(target_modules=["q_proj"]))
+
+
+def test_an_expert_that_is_not_there_is_named_by_every_verb() -> None:
+    model = with_experts(**UNEQUAL)
+    there = ", ".join(model.experts)
+    for error, verb in (
+        (ValueError, lambda: model.set_requires_grad("rocks")),
+        (ValueError, lambda: model.set_requires_grad([*model.experts, "rocks"])),
+        (ValueError, lambda: model(pictures(), adapter_names=["rocks"] * 4)),
+        (KeyError, lambda: get_peft_model_state_dict(model, adapter_name="rocks")),
+        (KeyError, lambda: set_peft_model_state_dict(model, {}, adapter_name="rocks")),
+    ):
+        with pytest.raises(error, match=rf"rocks.*The model has {there}"):
+            verb()
+    for wrong in ("animals", [["animals"]] * 4, [None] * 4):
+        with pytest.raises(ValueError, match=r"non-existing adapter|Length of `adapter_names`"):
+            model(pictures(), adapter_names=wrong)
+    with pytest.raises(ValueError, match=r"an expert is named by a string, got \['rocks'\]"):
+        model.delete_adapter(["rocks"])
+
+
+def test_a_model_that_was_unloaded_says_so() -> None:
+    model = with_experts(**EQUAL)
+    model.unload()
+    for verb in (model.unload, lambda: model.route(pictures()), lambda: model.set_router("entropy")):
+        with pytest.raises(RuntimeError, match=r"unload\(\) has taken them off. Go on with the backbone"):
+            verb()

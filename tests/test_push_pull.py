@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx2
@@ -31,6 +32,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from transformers import ViTConfig, ViTForImageClassification
 
 from peft_luca import (
     InvalidExpertError,
@@ -41,6 +43,7 @@ from peft_luca import (
     push_experts,
     save_experts,
 )
+from peft_luca.hub import EXPERT_FILES
 
 
 # huggingface_hub 2.4 passes files to httpx2 in a way that httpx2 deprecates.
@@ -244,6 +247,20 @@ def test_names_that_an_expert_cannot_have(hub, model):
     assert list(load_experts(make_vit(), ["owner/luca-birds"]).experts) == ["expert-luca-birds"]
 
 
+def test_the_clients_other_calls_find_what_was_pushed(hub, model):
+    commit = push(model)
+    api = HfApi()
+    api.create_tag("owner/two", tag="v1")
+    refs, about = api.list_repo_refs("owner/two"), api.model_info("owner/two")
+    assert api.whoami()["name"] == "owner"
+    assert {ref.name: ref.target_commit for ref in refs.branches + refs.tags} == {"main": commit.oid, "v1": commit.oid}
+    assert about.sha == commit.oid
+    assert {"luca", "continual-learning", "class:a", f"base_model:{BASE}"} <= set(about.tags)
+    assert sorted(api.list_repo_files("owner/two")) == sorted(hub.repos["owner/two"].files)
+    path = api.hf_hub_download("owner/two", "alpha/adapter_config.json", revision="v1")
+    assert Path(path).read_bytes() == hub.repos["owner/two"].files["alpha/adapter_config.json"]
+
+
 # ---- revisions, private and gated repositories -----------------------------------------------------------------
 
 
@@ -361,6 +378,18 @@ def test_a_file_that_is_not_the_one_the_hub_named(hub, model):
     with pytest.raises(InvalidExpertError, match="is not the file that the Hub has: its digest is another one"):
         load_experts(base, "owner/two")
     assert not [name for name, _ in base.named_modules() if "luca" in name]
+
+
+def test_statistics_that_are_not_those_the_hub_named(hub):
+    push(with_statistics())
+    loaded = load_experts(make_vit(), "owner/two")
+    (part,) = (part for name, part in loaded.base_model.layer.statistics.items() if name == "alpha")
+    path = (part / "statistics.safetensors").resolve()
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(InvalidExpertError, match=r"statistics.safetensors is not the file that the Hub has"):
+        loaded.set_router("gaussian")
+    assert loaded.base_model.layer.router is None
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
@@ -681,6 +710,36 @@ def test_enormous_statistics_are_refused(hub, tmp_path):
     os.truncate(tmp_path / "all" / "alpha" / "statistics.safetensors", 2**38)
     with pytest.raises(InvalidExpertError, match=r"statistics.safetensors has 274877906944 bytes, more than"):
         load_experts(make_vit(), tmp_path / "all")
+
+
+@pytest.mark.slow
+def test_a_thousand_experts_load_within_a_minute_from_the_hub_and_their_statistics_stay_unread(hub, tmp_path):
+    """Experts of a ViT-B's [CLS], each of ten classes and in files of its own, with the download."""
+    config = ViTConfig(hidden_size=768, num_hidden_layers=1, intermediate_size=64, image_size=32, patch_size=16)
+    torch.manual_seed(0)
+    model = make_model({"e0": [f"c{i}" for i in range(10)]}, base=ViTForImageClassification(config).eval())
+    model.collect_statistics("e0", torch.randn(200, 768), torch.arange(200) % 10, rank=8)
+    save_experts(model, tmp_path)
+    config, weights, statistics = ((tmp_path / "e0" / file).read_bytes() for file in EXPERT_FILES)
+    manifest = json.loads((tmp_path / "experts.json").read_text(encoding="utf-8"))
+    manifest["experts"] = [{"name": f"e{i}", "classes": []} for i in range(1000)]
+    files = {"experts.json": json.dumps(manifest).encode()}
+    for i in range(1000):
+        own = {**json.loads(config), "classes": [f"{i} {j}" for j in range(10)]}
+        files[f"e{i}/adapter_config.json"] = json.dumps(own).encode()
+        # Two bytes of their own, so that no file is another's: the Hub's client downloads a content once.
+        for name, content in zip(EXPERT_FILES[1:], (weights, statistics), strict=True):
+            files[f"e{i}/{name}"] = content[:-4] + i.to_bytes(2, "little") + content[-2:]
+    hub.add("owner/thousand", files)
+    base = model.unload()
+    started = time.perf_counter()
+    loaded = load_experts(base, "owner/thousand")
+    assert time.perf_counter() - started < 60
+    assert len(hub.asked("GET /lfs")) == 2000
+    assert len(loaded.experts) == 1000
+    assert len(loaded.classes) == 10_000
+    parts = loaded.base_model.layer.statistics.values()
+    assert all(isinstance(part, Path) for part in parts)
 
 
 @pytest.mark.slow

@@ -3,12 +3,18 @@
 import copy
 import json
 import math
+import os
+import resource
+from dataclasses import replace
 
 import pytest
 import torch
+from conftest import make_model, pixels
 from safetensors.torch import load_file, save_file
 
+from peft_luca import InvalidExpertError
 from peft_luca.closed_form import Gaussian, Prototype, Ridge
+from peft_luca.routing import entropy
 from peft_luca.statistics import STATISTICS_NAME, ClassStatistics, pool, unit_features
 
 
@@ -116,21 +122,132 @@ def test_file_gives_back_the_same(tmp_path):
     assert statistics.nbytes == pytest.approx((tmp_path / STATISTICS_NAME).stat().st_size, abs=1200)
 
 
-@pytest.mark.parametrize("name", ["counts", "means", "factors", "remainder", "errors", "factor_rows"])
-def test_refuses_a_file_that_does_not_fit_together(tmp_path, name):
+@pytest.fixture
+def saved(tmp_path):
+    """A sound file, and a way to write it anew with some of it changed."""
     x, y = images()
-    ClassStatistics.collect(x, y, NAMES, rank=4).save(tmp_path)
+    ClassStatistics.collect(x, y, NAMES, rank=4, random_features=6).save(tmp_path)
     tensors = load_file(tmp_path / STATISTICS_NAME)
-    about = {"format": 1, "classes": ["ant", "bee", "cat", "dog", "eel"]}
-    metadata = {"statistics": json.dumps(about)}
-    for broken in (tensors[name][:-1], torch.full_like(tensors[name].double(), math.nan), None):
-        changed = {**tensors, name: broken} if broken is not None else {k: v for k, v in tensors.items() if k != name}
-        save_file(changed, tmp_path / STATISTICS_NAME, metadata)
-        with pytest.raises(ValueError, match="does not hold the statistics"):
-            ClassStatistics.load(tmp_path)
-    save_file(tensors, tmp_path / STATISTICS_NAME, {"statistics": json.dumps({**about, "format": 99})})
-    with pytest.raises(ValueError, match="reads 1"):
+    about = {"format": 1, "classes": list(NAMES)}
+
+    def spoil(about=about, **changes):
+        changed = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
+        metadata = about if about is None else {"statistics": about if isinstance(about, str) else json.dumps(about)}
+        save_file(
+            {name: tensor.contiguous() for name, tensor in changed.items()}, tmp_path / STATISTICS_NAME, metadata
+        )
+        return tmp_path
+
+    return tensors, spoil
+
+
+PARTS = ["counts", "means", "factors", "remainder", "errors", "factor_rows", "gram", "random_sums"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_refuses_a_file_whose_tensors_are_not_those_of_statistics(saved, name):
+    tensors, spoil = saved
+    wrong = torch.int32 if tensors[name].dtype == torch.int64 else torch.float16
+    for broken, message in (
+        (tensors[name][:-1], "has the shape|and 12 together"),
+        (tensors[name].to(wrong), rf"{name} has the dtype '[IF]\d+', and must be of [IF]\d+\."),
+        (tensors[name][..., None], f"{name} has the shape"),
+        (None, rf"missing \['{name}'\]|its (means|factors|gram) has the shape None"),
+    ):
+        with pytest.raises(InvalidExpertError, match=message) as caught:
+            ClassStatistics.load(spoil(**{name: broken}))
+        assert "or use a router that needs none" in str(caught.value)
+    if tensors[name].is_floating_point():
+        for number in (math.nan, math.inf, -math.inf):
+            with pytest.raises(InvalidExpertError, match=f"{name} holds numbers that are not finite"):
+                ClassStatistics.load(spoil(**{name: tensors[name].clone().fill_(number)}))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("counts", lambda t: t - 1, "counts must be whole numbers from 1 to"),
+        ("counts", lambda t: t + 0.5, "counts must be whole numbers from 1 to"),
+        ("counts", lambda t: t * 1e13, "counts must be whole numbers from 1 to"),
+        (
+            "factor_rows",
+            lambda t: t - 5,
+            "factor_rows must be from 0 to 12, below the classes' counts, and 13 together",
+        ),
+        ("factor_rows", lambda t: t.roll(1), "factor_rows must be from 0"),
+        ("factor_rows", lambda t: t + 2**62, "factor_rows must be from 0"),
+        ("means", lambda t: t * 2, "means must be those of features of length 1"),
+        ("means", lambda t: t * 1e300, "means must be those of features of length 1"),
+        ("factors", lambda t: t * 1e3, "spread wider than features of length 1 can"),
+        ("factors", lambda t: t * 1e18, "spread wider than features of length 1 can"),
+        ("remainder", lambda t: t + 1e30, "spread wider than features of length 1 can"),
+        ("remainder", lambda t: t - 1, "remainder must not be below 0"),
+        ("errors", lambda t: t - 1, "errors must be from 0 to 1"),
+        ("errors", lambda t: t + 2, "errors must be from 0 to 1"),
+        ("gram", lambda t: t * 1e6, "gram must be that of 56 images"),
+        ("random_sums", lambda t: -t - 1, "random_sums must be from 0"),
+        ("random_sums", lambda t: t * 1e6, "random_sums must be from 0"),
+    ],
+)
+def test_refuses_numbers_that_no_features_have(saved, name, change, message):
+    tensors, spoil = saved
+    with pytest.raises(InvalidExpertError, match=message):
+        ClassStatistics.load(spoil(**{name: change(tensors[name])}))
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        (None, "does not say of which classes they are"),
+        ("not json", "what its header says of itself"),
+        ("[]", "holds a list, not an object"),
+        ({"format": 99, "classes": list(NAMES)}, "its format is 99, and this version reads 1"),
+        ({"format": 1}, "its classes must be a list, got None"),
+        ({"format": 1, "classes": "ant"}, "its classes must be a list, got 'ant'"),
+        ({"format": 1, "classes": ["ant", "ant"]}, "each class may be named once"),
+        ({"format": 1, "classes": ["ant", 3]}, "non-empty strings"),
+        ({"format": 1, "classes": ["ant", "\x1b[31m"]}, "no control characters"),
+        ({"format": 1, "classes": ["ant"]}, r"counts has the shape \[5\], and must have \[1\]"),
+    ],
+)
+def test_refuses_a_header_that_says_nothing_sound(saved, about, message):
+    with pytest.raises(InvalidExpertError, match=message):
+        ClassStatistics.load(saved[1](about))
+
+
+def test_refuses_more_rows_than_there_are_dimensions(saved):
+    """Of which a classifier would need memory by their square, or, of no dimensions, any number in no bytes."""
+    tensors, spoil = saved
+    counts = torch.tensor([100, 9, 14, 2, 1]).double()
+    rows = torch.tensor([D + 1, 0, 0, 0, 0])
+    with pytest.raises(InvalidExpertError, match="factor_rows must be from 0 to 12, below the classes' counts"):
+        ClassStatistics.load(spoil(counts=counts, factor_rows=rows, factors=torch.zeros(D + 1, D)))
+    rows[0], counts[0] = 10**9, 10**10
+    nothing = {"means": tensors["means"][:, :0], "remainder": tensors["remainder"][:, :0]}
+    with pytest.raises(InvalidExpertError, match=r"its means has the shape \[5, 0\]"):
+        ClassStatistics.load(spoil(counts=counts, factor_rows=rows, factors=torch.zeros(10**9, 0), **nothing))
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 7, b"\xff" * 100, b"{}" * 50])
+def test_refuses_what_is_no_safetensors_file(tmp_path, content):
+    (tmp_path / STATISTICS_NAME).write_bytes(content)
+    with pytest.raises(InvalidExpertError, match="is not a whole safetensors file"):
         ClassStatistics.load(tmp_path)
+    (tmp_path / STATISTICS_NAME).unlink()
+    with pytest.raises(InvalidExpertError, match="cannot be read"):
+        ClassStatistics.load(tmp_path)
+
+
+def test_nothing_is_read_of_a_file_that_its_header_does_not_fill(saved):
+    path = saved[1]() / STATISTICS_NAME
+    os.truncate(path, 2**30)  # sparse
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidExpertError, match="its tensors do not fill it"):
+        ClassStatistics.load(path.parent)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+    os.truncate(path, 2**40)
+    with pytest.raises(InvalidExpertError, match="has 1099511627776 bytes, more than"):
+        ClassStatistics.load(path.parent)
 
 
 def test_refuses_a_class_without_images_and_numbers_that_are_none():
@@ -259,3 +376,32 @@ def test_what_the_background_explains_better_is_not_known(classifier):
     total = torch.cat([scores, background[:, None]], 1).div(2.0).softmax(1)[:, :-1].sum(1)
     torch.testing.assert_close(made.log_known(test).exp(), total, rtol=1e-2, atol=1e-2)
     assert made.log_known(x).exp().mean() > made.log_known(images(seed=9)[0]).exp().mean()
+
+
+@pytest.mark.parametrize("router", ["gaussian", "prototype", "hybrid", "ridge"])
+@pytest.mark.parametrize("noise", [0.0, 1e-9, 1e-6])
+def test_the_same_image_again_and_again_gives_finite_answers(router, noise):
+    model = make_model({"t": ["a", "b"]})
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(2, 32, generator=generator).repeat(10, 1) + noise * torch.randn(20, 32, generator=generator)
+    model.collect_statistics("t", z, torch.arange(20) % 2, random_features=16)
+    model.set_router(router)
+    answer = model.route(pixels(4))
+    assert answer.logits.isfinite().all()
+    assert answer.confidence.isfinite().all()
+
+
+@pytest.mark.parametrize("change", [{"means": 1e40}, {"factors": 1e200}, {"counts": math.nan}])
+def test_statistics_of_which_no_classifier_can_be_made_say_so_and_the_router_stays(change):
+    model = make_model({"t": ["a", "b"]})
+    z = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+    sound = model.collect_statistics("t", z, torch.arange(20) % 2)
+    ((name, by),) = change.items()
+    value = getattr(sound, name)
+    spoilt = tuple(factor * by for factor in value) if name == "factors" else value * by
+    model.base_model.layer.statistics["t"] = replace(sound, **{name: spoilt})
+    model.set_router("entropy")
+    with pytest.raises(InvalidExpertError, match=r"no classifier can be made .* such as 'entropy'"):
+        model.set_router("gaussian")
+    assert model.base_model.layer.router is entropy
+    assert model.route(pixels(2)).logits.isfinite().all()

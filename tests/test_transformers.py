@@ -157,52 +157,71 @@ def test_an_expert_of_one_class_trains_by_cross_entropy_and_not_by_regression(tm
     assert run.train().training_loss == pytest.approx(0.0, abs=1e-6)
 
 
-def test_load_best_model_at_end_of_the_default_expert(tmp_path: Path) -> None:
-    model = expert()
+def best_of(model: PeftModel, out: Path, best: int) -> tuple[Trainer, dict[int, dict[str, Tensor]]]:
+    """A trainer of three steps of which one is the best, and what the weights were at each."""
     seen: dict[int, dict[str, Tensor]] = {}
 
-    def losses(prediction: Any) -> dict[str, float]:
+    def scores(prediction: Any) -> dict[str, float]:
         seen[len(seen) + 1] = weights(model)
-        return {"score": float([0.2, 0.9, 0.4][len(seen) - 1])}  # the second is the best
+        return {"score": float(len(seen) == best)}
 
-    run = trainer(
-        model,
-        tmp_path,
-        load_best_model_at_end=True,
-        metric_for_best_model="score",
-        greater_is_better=True,
-        eval_strategy="steps",
-        save_strategy="steps",
-        eval_steps=1,
-        save_steps=1,
-    )
-    run.compute_metrics = losses
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "score", "greater_is_better": True}
+    options |= {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    run = trainer(model, out, **options)
+    run.compute_metrics = scores
+    return run, seen
+
+
+def test_load_best_model_at_end_of_the_default_expert(tmp_path: Path) -> None:
+    model = expert()
+    run, seen = best_of(model, tmp_path, best=2)
     run.train()
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     assert all(torch.equal(tensor, seen[2][name]) for name, tensor in weights(model).items())
     assert not all(torch.equal(tensor, seen[3][name]) for name, tensor in weights(model).items())
 
 
-def test_load_best_model_at_end_of_an_expert_of_another_name_is_not_transformers_business(
+def test_load_best_model_at_end_of_an_expert_of_another_name_is_left_to_the_user(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # It reads the checkpoint's root alone, where PEFT puts "default" and no other: it says so, and keeps the last.
+    # transformers looks at the checkpoint's root alone, where PEFT puts "default" and no other, and asks the model
+    # nothing when it finds nothing: it logs a warning, and keeps the last weights. A line of the docs loads the best.
     model = with_experts(birds=ANIMALS)
-    run = trainer(
-        model,
-        tmp_path,
-        load_best_model_at_end=True,
-        eval_strategy="steps",
-        save_strategy="steps",
-        eval_steps=1,
-        save_steps=1,
-    )
+    run, seen = best_of(model, tmp_path, best=2)
     logging.getLogger("transformers").addHandler(caplog.handler)
     try:
         run.train()
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)
     assert "Could not locate the best model" in caplog.text
+    assert all(torch.equal(tensor, seen[3][name]) for name, tensor in weights(model).items())
+    model.load_adapter(f"{run.state.best_model_checkpoint}/birds", "birds")
+    assert all(torch.equal(tensor, seen[2][name]) for name, tensor in weights(model).items())
+
+
+@pytest.mark.parametrize("classes", [ANIMALS, TREES])
+def test_load_best_model_at_end_never_gives_an_expert_the_weights_of_default(
+    classes: list[str], tmp_path: Path
+) -> None:
+    model = with_experts(default=ANIMALS, birds=classes)
+    model.set_adapter("birds")
+    run, seen = best_of(model, tmp_path, best=2)
+    with pytest.raises(ValueError, match=r"weights of expert 'default', .* the checkpoint has a folder 'birds'"):
+        run.train()
+    assert all(torch.equal(tensor, seen[3][name]) for name, tensor in weights(model).items())
+    model.load_adapter(f"{run.state.best_model_checkpoint}/birds", "birds")
+    assert all(torch.equal(tensor, seen[2][name]) for name, tensor in weights(model).items())
+
+
+def test_an_expert_can_start_as_a_copy_of_another(tmp_path: Path) -> None:
+    model = with_experts(default=ANIMALS)
+    trainer(model, tmp_path / "run").train()
+    model.save_pretrained(str(tmp_path), save_embedding_layers=False)
+    model.load_adapter(str(tmp_path), "second")
+    x = pictures()
+    first = logits(model, x)
+    model.set_adapter("second")
+    torch.testing.assert_close(logits(model, x), first, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("names", [["default"], ["birds"], ["default", "birds"]])
