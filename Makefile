@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow test-peft style quality install clean
+.PHONY: demo test test-slow test-mutation test-peft style quality install clean
 
 $(BIN)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,8 +20,14 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 2
 
+# All tests, and which branches of the package they go through.
 test-slow: install
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=
+	$(BIN)/python -m pytest -m slow --cov --cov-append --cov-report=term-missing:skip-covered --cov-fail-under=95
+
+# Changes the code in 300 places, one at a time, and sees whether the tests notice.
+test-mutation: install
+	$(BIN)/python tests/mutation.py --count 300 --seed 0 --out examples/benchmarks/results/mutation.json
 
 # PEFT's own tests on LuCA: downloads PEFT's sdist into the user's cache.
 test-peft: install

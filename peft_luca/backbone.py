@@ -26,6 +26,7 @@ REFERENCE_SEED = 0
 REFERENCE_PATCHES = 8
 INTERPOLATING = ("dinov2", "dinov2_with_registers")
 Reference = tuple[Tensor, Tensor]  # mean and deviation of [CLS], (d,) each
+SAMPLE = 256  # numbers of each tensor that are compared to see whether it was changed
 # Of a model's config, what does not touch [CLS]. Its dtype is in the fingerprint.
 NOT_OF_THE_TRUNK = (
     "id2label label2id num_labels problem_type _name_or_path name_or_path transformers_version architectures dtype "
@@ -93,13 +94,17 @@ class BackboneFacts:
 
     @classmethod
     def of(cls, model: nn.Module, head_name: str) -> BackboneFacts:
-        """Facts of a model whose head is called `head_name`, anew only when a tensor of the trunk was changed."""
+        """
+        Facts of a model whose head is called `head_name`, anew only when a tensor of the trunk was changed. An edit
+        through `.data`, of which torch keeps no count, is seen by a sample of each tensor's numbers: one of a few
+        numbers may be missed.
+        """
         tensors = [
             value
             for name, value in model.state_dict().items()
             if not name.startswith(f"{head_name}.") and isinstance(value, Tensor)
         ]
-        version = tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference())
+        version = (tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference()), sample(tensors))
         facts = cls._known.get(model)
         if facts is None or facts.version != version:
             facts = cls._known[model] = cls(model, tensors, version)
@@ -117,6 +122,11 @@ class BackboneFacts:
             ValueError: the backbone's config does not say what images it takes.
         """
         if self._reference is None:
+            if self.fingerprint is None:
+                raise ValueError(
+                    "the reference needs the backbone's weights, which are on the meta device. Load them with "
+                    "AutoModelForImageClassification.from_pretrained, outside of torch.device('meta')."
+                )
             size = self.image_size
             if size is None or self.dtype is None:
                 raise ValueError(
@@ -149,6 +159,16 @@ def fingerprint(tensors: list[Tensor]) -> str:
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         digests.append(digest.digest())
     return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
+
+
+def sample(tensors: list[Tensor]) -> bytes:
+    """Some hundred numbers of each tensor, as bytes; nothing of quantised tensors and of those on the meta device."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta:
+            step = tensor.numel() // SAMPLE | 1  # odd, so that no power of two keeps it in one column
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().flatten()[::step])
+    return b"".join(torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes() for parts in kinds.values())
 
 
 def reference_distance(saved: Reference, measured: Reference) -> float:

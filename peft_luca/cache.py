@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from datasets.arrow_writer import ArrowWriter
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -28,6 +28,9 @@ STORAGE = {
     "float16": ("float16", np.float16, torch.float16),
     "bfloat16": ("uint16", np.uint16, torch.bfloat16),
 }
+LOCK_NAME = ".lock"
+# A run that was killed may leave workers that hold its lock for some seconds more.
+LOCK_SECONDS = 10.0
 CHECKPOINT_SECONDS = 10.0  # while [CLS] is computed, how far it has come is written down this often
 
 
@@ -65,6 +68,32 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot write {path}: {reason}. What was finished before is kept: make room, or make the folder "
             "writable, and start again",
         ) from error
+
+
+@contextmanager
+def alone_in(lock: FileLock) -> Iterator[None]:
+    """
+    Holds the lock of a run's folder, which goes with the process however that ends.
+
+    Raises:
+        RuntimeError: another run holds it.
+    """
+    path = Path(lock.lock_file)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout as error:
+            raise RuntimeError(
+                f"another run is at work in {path.parent}, and two would overwrite each other's experts. Wait until "
+                "it has ended, or choose another output_dir."
+            ) from error
+    try:
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            path.unlink(missing_ok=True)  # while it is held: whoever has opened it meanwhile sees that it is gone
+        lock.release()
 
 
 def read_features(path: Path) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -192,9 +193,15 @@ class LucaConfig(PeftConfig):
 
 
 def check_classes(classes: Any) -> list[str]:
-    """The class names as a list, checked: not empty, all different, all strings that can be shown."""
-    if isinstance(classes, str):
-        raise ValueError(f"classes must be a list of class names, got the string {classes!r}.")
+    """
+    The class names as a list, checked: not empty, all different, and strings that labels, cards and screens can show.
+
+    Raises:
+        ValueError: with the names that are not.
+    """
+    if isinstance(classes, str) or not isinstance(classes, Iterable):
+        kind = "the string " if isinstance(classes, str) else ""
+        raise ValueError(f"classes must be a list of class names, got {kind}{classes!r}.")
     if isinstance(classes, (set, frozenset)):
         raise ValueError(f"classes must be in an order, that of the expert's rows, but a set has none: {classes!r}.")
     names = list(classes)
@@ -212,4 +219,11 @@ def check_classes(classes: Any) -> list[str]:
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ValueError(f"each class may be named once in an expert, but these come more than once: {twice[:5]!r}.")
+    forms = Counter(unicodedata.normalize("NFC", name) for name in names)
+    alike = [ascii(name) for name in names if forms[unicodedata.normalize("NFC", name)] > 1]
+    if alike:
+        raise ValueError(
+            f"these class names look the same, and differ by their Unicode form only: {', '.join(alike[:5])}. Bring "
+            "all names to one form with unicodedata.normalize('NFC', name)."
+        )
     return names

@@ -22,10 +22,10 @@ from tqdm.auto import tqdm
 
 from .backbone import BackboneFacts
 from .cache import STORAGE, PartialFeatures, read_features
-from .images import ROW, ImageCollator, to_rgb
+from .images import ROW, ImageCollator, SourceGoneError, read_bytes, to_rgb, undecoded
 
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 # What can change the numbers without any argument changing.
 PACKAGES = ("torch", "torchvision", "transformers", "pillow", "datasets")
 
@@ -132,25 +132,18 @@ def digest_images(dataset: Any, image_column: str) -> str:
     changed in place is another. Reads everything once, at about 1 GB/s, which a backbone never does.
     """
     digest = hashlib.sha256()
-    images = dataset.select_columns([image_column]).cast_column(image_column, datasets.Image(decode=False))
+    images = undecoded(dataset.select_columns([image_column]), image_column)
     for rows in images.with_format("arrow").iter(batch_size=64):
         for image in rows[image_column].to_pylist():
-            content = _bytes_of(image)
-            digest.update(b"-1 " if content is None else f"{len(content)} ".encode())
-            digest.update(content or b"")
+            try:
+                content = read_bytes(image)
+            except SourceGoneError:
+                raise
+            except OSError:  # there is no such file
+                digest.update(b"-1 ")
+            else:
+                digest.update(f"{len(content)} ".encode() + content)
     return digest.hexdigest()
-
-
-def _bytes_of(image: dict[str, Any]) -> bytes | None:
-    """An encoded image, or `None` where there is no such file."""
-    content: bytes | None = image["bytes"]
-    if content is None:
-        try:
-            with datasets.utils.file_utils.xopen(image["path"], "rb") as file:
-                content = file.read()
-        except OSError:
-            return None
-    return content
 
 
 def extract_features(
@@ -194,7 +187,7 @@ def extract_features(
 
     Raises:
         ValueError: an image cannot be read: with its row and its file.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or what the images are read from is not there any more.
     """
     if path is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -219,7 +212,7 @@ def extract_features(
         loader: DataLoader[Any] = DataLoader(
             _EncodedImages(dataset, collator.image_column),
             batch_sampler=batches,
-            collate_fn=_ReadableImages(collator, dataset.features[collator.image_column]),
+            collate_fn=_ReadableImages(collator),
             num_workers=num_workers,
             **(loader_options or {}),
         )
@@ -265,8 +258,7 @@ class _EncodedImages(Dataset[Any]):
     """Row numbers and images of a dataset as they lie there, not decoded yet."""
 
     def __init__(self, dataset: Any, image_column: str) -> None:
-        undecoded = datasets.Image(decode=False)
-        self.images = dataset.select_columns([image_column]).cast_column(image_column, undecoded).with_format(None)
+        self.images = undecoded(dataset.select_columns([image_column]), image_column).with_format(None)
         self.image_column = image_column
 
     def __getitem__(self, row: int) -> tuple[int, dict[str, Any]]:
@@ -279,9 +271,8 @@ class _EncodedImages(Dataset[Any]):
 class _ReadableImages:
     """Encoded images → pixel values of those that can be read, and row, file and reason of those that cannot."""
 
-    def __init__(self, collator: ImageCollator, feature: datasets.Image) -> None:
+    def __init__(self, collator: ImageCollator) -> None:
         self.collator = collator
-        self.feature = feature
 
     def __call__(
         self, rows: list[tuple[int, dict[str, Any]]]
@@ -289,7 +280,9 @@ class _ReadableImages:
         readable, bad = [], []
         for row, encoded in rows:
             try:
-                image = to_rgb(self.feature.decode_example(encoded))
+                image = to_rgb(encoded)
+            except SourceGoneError:
+                raise
             except Exception as error:  # whatever a decoder raises at a broken file
                 bad.append((row, encoded["path"], repr(error)))
             else:

@@ -34,7 +34,7 @@ from .cache import write_whole
 from .closed_form import StatisticsRouter
 from .config import NAME_RULE, LucaConfig, check_classes
 from .head import Head, check_expert_name, find_head
-from .layer import LucaLayer
+from .layer import LucaLayer, find_layer
 from .model import LucaModel
 from .model_card import (
     PICTURE_NAME,
@@ -97,8 +97,14 @@ def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str], 
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
-        # Without save_embedding_layers=False PEFT asks the Hub for the base's config at every save.
-        model.save_pretrained(str(staging), selected_adapters=[name], save_embedding_layers=False)
+        # Without save_embedding_layers=False PEFT asks the Hub for the base's config at every save. Given the model's
+        # whole state, it compares every tensor with every expert's name, which among thousands takes minutes.
+        path, layer = find_layer(model)
+        state = {f"{path}.{key}": tensor for key, tensor in layer.tensors(name).items()}
+        state_dict = None if "_fsdp_wrapped_module" in path else state
+        model.save_pretrained(
+            str(staging), selected_adapters=[name], save_embedding_layers=False, state_dict=state_dict
+        )
         written = staging if name == "default" else staging / name
         target.mkdir(exist_ok=True)
         part = tuner.layer.statistics.get(name)

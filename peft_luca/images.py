@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
+import os
 from typing import Any
 
+import datasets
+import numpy as np
 import torch
-from PIL import Image, ImageOps
-from torch import Tensor
+from PIL import ExifTags, Image, ImageOps
+from torch import Tensor, nn
 
 
 ROW = "__row__"  # a row's number, among its columns
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class SourceGoneError(OSError):
+    """What images are read from is not there any more: no fault of one image, and nothing to be left out."""
 
 
 class ImageCollator:
@@ -21,7 +38,7 @@ class ImageCollator:
 
     Args:
         processing_class (`BaseImageProcessor`): The backbone's image processor.
-        image_column (`str`): Column of the images.
+        image_column (`str`): Column of the images, decoded or as a dataset keeps them; see [`to_rgb`].
         label_ids (`dict[int, int]`, *optional*): Ids to give in place of the rows' labels.
         augmentation (`bool`, *optional*, defaults to `False`):
             Random resized crop (scale 0.05 to 1) and horizontal flip, as the authors' code trains with.
@@ -29,6 +46,7 @@ class ImageCollator:
             Which augmented view to draw: the same for the same seed, view and row. Without, drawn from torch's own
             generator.
         seed (`int`, *optional*, defaults to `0`): Seed of the views.
+        channels (`int`, *optional*, defaults to `3`): Colours of a pixel; 1 for a backbone that sees grey only.
     """
 
     def __init__(
@@ -39,6 +57,7 @@ class ImageCollator:
         augmentation: bool = False,
         view: int | None = None,
         seed: int = 0,
+        channels: int = 3,
     ) -> None:
         self.processing_class = processing_class
         self.image_column = image_column
@@ -46,12 +65,13 @@ class ImageCollator:
         self.augmentation = augmentation
         self.view = view
         self.seed = seed
+        self.channels = channels
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         if not rows:  # a process's part of a short batch: a picture that no loss counts, as a trunk needs at least one
-            blank = self.processing_class(images=[Image.new("RGB", (32, 32))], return_tensors="pt")["pixel_values"]
-            return {"pixel_values": blank, "labels": torch.tensor([-100])}
-        images = [to_rgb(row[self.image_column]) for row in rows]
+            return {"pixel_values": self.blank(), "labels": torch.tensor([-100])}
+        images = [self._image(row[self.image_column]) for row in rows]
+        images = [image.convert("L") for image in images] if self.channels == 1 else images
         sized = {}
         if self.augmentation:
             height, width = image_size(self.processing_class)
@@ -64,6 +84,23 @@ class ImageCollator:
         if "labels" in rows[0]:
             batch["labels"] = torch.tensor([self._label(row["labels"]) for row in rows])
         return batch
+
+    @staticmethod
+    def _image(image: Any) -> Image.Image:
+        try:
+            return to_rgb(image)
+        except Exception as error:  # whatever a decoder raises at a broken file
+            if isinstance(error, SourceGoneError) or not isinstance(image, dict):
+                raise
+            raise ValueError(
+                f"the image {image['path'] or 'without a file name'} cannot be read: {error!r}."
+            ) from error
+
+    def blank(self, size: tuple[int, int] = (32, 32)) -> Tensor:
+        """The pixel values of one black picture, of a width and a height."""
+        picture = Image.new("L" if self.channels == 1 else "RGB", size)
+        pixels: Tensor = self.processing_class(images=[picture], return_tensors="pt")["pixel_values"]
+        return pixels
 
     def _generator(self, row: dict[str, Any]) -> torch.Generator | None:
         if self.view is None:
@@ -82,12 +119,139 @@ class ImageCollator:
         return self.label_ids[label]
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """The image upright and in RGB."""
-    image = ImageOps.exif_transpose(image)
+def to_rgb(image: Any) -> Image.Image:
+    """
+    An image in RGB, upright, of 8 bits a colour; of an animation the first frame.
+
+    Alpha is dropped, and what lies under transparent pixels seen, as `Image.convert("RGB")` of Pillow has it and so
+    the image processors: paste such images on a ground of your own where it matters. Of 16 bits the upper 8 count.
+    Floats and 32-bit integers, whose white no file says, run from 0 to the first of 1, 255 and 65535 that holds all
+    their values where these are whole numbers, to 1 where they are fractions, and to their largest where that is more.
+
+    Args:
+        image (`PIL.Image.Image` or `dict`): An image, or its `bytes` or `path` as a dataset keeps it.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+        SourceGoneError: what it is read from is not there any more.
+    """
+    if isinstance(image, dict):
+        content = read_bytes(image)
+        try:
+            image = Image.open(io.BytesIO(content))
+        except Image.DecompressionBombError as error:  # from the header: nothing of it is in memory
+            raise ValueError(
+                f"{error} Make it smaller or, if you trust it, set PIL.Image.MAX_IMAGE_PIXELS."
+            ) from error
+    image = _upright(image)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = _to_eight_bits(image)
+    if image.mode in ("La", "RGBa"):  # colours that are multiplied by their alpha
+        image = image.convert("LA" if image.mode == "La" else "RGBA")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # the same colours, and PIL does not warn
-    return image.convert("RGB")
+    rgb: Image.Image = image.convert("RGB")
+    return rgb
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    image.load()  # first: a TIFF is turned by it
+    # Not ImageOps.exif_transpose, which writes EXIF anew, and so fails where that is broken.
+    try:
+        method = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation))  # type: ignore[arg-type]
+    except Exception:  # whatever a parser raises at broken EXIF or XMP, which then says nothing
+        method = None
+    return image if method is None else image.transpose(method)
+
+
+def _to_eight_bits(image: Image.Image) -> Image.Image:
+    values = np.asarray(image).astype(np.float32)
+    white = 65535.0
+    if image.mode in ("I", "F"):
+        finite = values[np.isfinite(values)]
+        largest = float(finite.max(initial=0.0))
+        whole = bool((finite == np.round(finite)).all())
+        white = next((white for white in ((1.0, 255.0, 65535.0) if whole else (1.0,)) if largest <= white), largest)
+        values = np.nan_to_num(values, posinf=white)
+    return Image.fromarray((values.clip(0.0, white) * (255.0 / white)).round().astype(np.uint8))
+
+
+def read_bytes(image: dict[str, Any]) -> bytes:
+    """
+    An encoded image as a dataset keeps it: its content, or that of the file it lies in.
+
+    Raises:
+        OSError: there is no such file, or it may not be read.
+        SourceGoneError: the file's folder, disk or server is not there any more.
+    """
+    path, content = image["path"], image["bytes"]
+    if content is not None:
+        return bytes(content)
+    if not path:
+        raise FileNotFoundError("an image with neither content nor a file")
+    try:
+        with datasets.utils.file_utils.xopen(path, "rb") as file:
+            return bytes(file.read())
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        folder = os.path.dirname(path)
+        if "://" in path or os.path.isdir(folder or "."):
+            raise
+        raise SourceGoneError(_gone(path, "its folder is not there any more")) from error
+    except OSError as error:
+        raise SourceGoneError(_gone(path, str(error))) from error
+
+
+def _gone(path: str, reason: str) -> str:
+    return f"{path} cannot be read: {reason}. No image was left out for that: bring it back, and start again"
+
+
+def undecoded(dataset: Any, image_column: str) -> Any:
+    """A dataset whose images come as they are kept, so that [`to_rgb`] alone decodes them."""
+    features = getattr(dataset, "features", None) or {}
+    if not isinstance(features.get(image_column), datasets.Image):
+        return dataset
+    return dataset.cast_column(image_column, datasets.Image(decode=False))
+
+
+def channels_of(model: nn.Module) -> int:
+    """Colours of a pixel that a backbone takes."""
+    return int(getattr(getattr(model, "config", None), "num_channels", None) or 3)
+
+
+@torch.no_grad()
+def check_processor(collator: ImageCollator, model: nn.Module) -> None:
+    """
+    Refuse an image processor whose pictures the backbone does not take.
+
+    Raises:
+        ValueError: with what both have.
+    """
+    name, channels = type(collator.processing_class).__name__, collator.channels
+    sides: Any = getattr(getattr(model, "config", None), "image_size", None)
+    height, width = sides if isinstance(sides, (list, tuple)) and len(sides) == 2 else (sides, sides)
+    remedy = "Load the processor of this backbone with AutoImageProcessor.from_pretrained, or set its"
+    try:
+        pixels = collator.blank((width, height) if height and width else (32, 32))
+    except ValueError as error:
+        raise ValueError(
+            f"the backbone has num_channels={channels}, but {name} cannot make such pictures: {error}. {remedy} "
+            "image_mean and image_std to as many numbers."
+        ) from error
+    if pixels.shape[1] != channels:
+        raise ValueError(
+            f"the backbone has num_channels={channels}, but {name} makes pictures with {pixels.shape[1]}. "
+            f"{remedy} do_convert_rgb."
+        )
+    if not height or tuple(pixels.shape[2:]) == (height, width):
+        return
+    parameter = next(model.parameters())
+    try:  # some trunks take pictures of any size
+        model(pixels.to(parameter.device, parameter.dtype))
+    except Exception as error:  # whatever a trunk raises at a size that it cannot take
+        raise ValueError(
+            f"{name} makes pictures of {pixels.shape[2]} × {pixels.shape[3]}, but the backbone takes {height} × "
+            f"{width}: {error} {remedy} size."
+        ) from error
 
 
 def image_size(processing_class: Any) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ from .statistics import ClassStatistics, unit_features
 # Rows are multiplied with at most this many numbers of (batch, experts, rows) in memory at a time.
 SCORES_BUDGET = 2**25
 
+_MAKING_READY = threading.RLock()
 _READ_FEATURES: ContextVar[bool] = ContextVar("peft_luca_read_features", default=False)
 
 
@@ -173,16 +175,17 @@ class LucaLayer(nn.Module, BaseTunerLayer):
                 return other
         return None
 
-    def expected_keys(self, adapter_name: str) -> set[str]:
-        """Names, relative to the layer, of every tensor that belongs to an expert."""
-        keys: set[str] = set()
+    def tensors(self, adapter_name: str) -> dict[str, Tensor]:
+        """Every tensor of an expert, by its name relative to the layer."""
+        found: dict[str, Tensor] = {}
         for container in (*self.adapter_layer_names, *self.other_param_names):
-            entries = getattr(self, container)
-            if adapter_name in entries:
-                entry = entries[adapter_name]
-                inner = [f".{key}" for key in entry.state_dict()] if isinstance(entry, nn.Module) else [""]
-                keys.update(f"{container}.{adapter_name}{key}" for key in inner)
-        return keys
+            if adapter_name in getattr(self, container):
+                entry = getattr(self, container)[adapter_name]
+                inner = (
+                    {"": entry} if isinstance(entry, Tensor) else {f".{k}": t for k, t in entry.state_dict().items()}
+                )
+                found |= {f"{container}.{adapter_name}{key}": tensor for key, tensor in inner.items()}
+        return found
 
     @property
     def in_features(self) -> int:
@@ -444,22 +447,28 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         The statistics router that is set, or the one that finds a score router's candidates; made ready anew when the
         experts change.
         """
-        device = self.class_index.device
-        if self._statistics_routing is None or self._statistics_routing.part_class.device != device:
-            router, options = StatisticsRouter(Prototype), dict[str, Any]()
-            if isinstance(self.router, StatisticsRouter):
-                common, options = RouterOptions.split(self.router_options)
-                router, options = self.router, {**options, "candidates": common.candidates}
-            self._statistics_routing = StatisticsRouting(router, gather_statistics(self), self.class_index, **options)
-        return self._statistics_routing
+        index, routing = self.class_index, self._statistics_routing
+        if routing is not None and routing.part_class.device == index.device:
+            return routing
+        with _MAKING_READY:  # threads that ask at once wait for the first, and take no memory of their own
+            routing = self._statistics_routing
+            if routing is None or routing.part_class.device != index.device:
+                router, options = StatisticsRouter(Prototype), dict[str, Any]()
+                if isinstance(self.router, StatisticsRouter):
+                    common, options = RouterOptions.split(self.router_options)
+                    router, options = self.router, {**options, "candidates": common.candidates}
+                routing = StatisticsRouting(router, gather_statistics(self), index, **options)
+                self._statistics_routing = routing
+        return routing
 
     @property
     def class_index(self) -> ClassIndex:
         """The global label space of the layer's experts, made anew when they change."""
         device = next(iter(self.luca_class_rows.values())).device
-        if self._class_index is None or self._class_index.device != device:
-            self._class_index = ClassIndex(self.configs, device)
-        return self._class_index
+        index = self._class_index
+        if index is None or index.device != device:
+            index = self._class_index = ClassIndex(self.configs, device)
+        return index
 
     # ---- training ------------------------------------------------------------------------------------------------
 

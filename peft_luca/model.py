@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -243,9 +244,14 @@ class LucaModel(BaseTuner):
                 f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}. The model has "
                 f"{', '.join(self.experts)}."
             )
-        handle = self.layer.register_forward_pre_hook(
-            lambda layer, inputs, named: (inputs, {**named, "adapter_names": list(adapter_names)}), with_kwargs=True
-        )
+        thread = threading.get_ident()
+
+        def name(layer: LucaLayer, inputs: Any, named: dict[str, Any]) -> Any:
+            if threading.get_ident() != thread:  # the names are of this thread's images
+                return None
+            return inputs, {**named, "adapter_names": list(adapter_names)}
+
+        handle = self.layer.register_forward_pre_hook(name, with_kwargs=True)
         try:
             yield
         finally:
@@ -466,7 +472,7 @@ class LucaModel(BaseTuner):
         """
         name = adapter_name or self.active_adapters[0]
         mean, std = self.layer.luca_reference_mean[name], self.layer.luca_reference_std[name]
-        if is_identity(mean, std):
+        if mean.is_meta or is_identity(mean, std):  # on the meta device that asks for the weights
             reference = self.backbone.reference(self.pooled_features)
             mean.copy_(reference[0])
             std.copy_(reference[1])
@@ -485,7 +491,7 @@ class LucaModel(BaseTuner):
         # Not super()'s, which would take the tensors of other methods' adapters inside the backbone as well.
         path, layer = find_layer(model)
         path = path.removeprefix("_fsdp_wrapped_module.")  # which FSDP's state dict leaves out
-        expected = [f"{path}.{key}" for key in sorted(layer.expected_keys(adapter_name))]
+        expected = [f"{path}.{key}" for key in sorted(layer.tensors(adapter_name))]
         lost = [key for key in expected if key not in state_dict]
         if lost:
             raise RuntimeError(
@@ -503,7 +509,7 @@ class LucaModel(BaseTuner):
         )
         path, layer = find_layer(model)
         try:
-            expected = layer.expected_keys(adapter_name)
+            expected = layer.tensors(adapter_name)
             missing = {f"{path}.{key}" for key in expected} - set(remapped)
             if missing:
                 raise ValueError(

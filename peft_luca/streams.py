@@ -4,29 +4,26 @@ A class is known by its name everywhere. The labels of a task's datasets are glo
 in the order in which the names first appeared in the stream.
 """
 
-import atexit
-import shutil
-import tempfile
+import os
+import unicodedata
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import ClassLabel, Dataset, DatasetDict, Image, IterableDataset, IterableDatasetDict, Value, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Image, IterableDataset, IterableDatasetDict, Value
 
-from .config import NAME_RULE
+from .config import NAME_RULE, check_classes
+from .sources import DatasetLike, splits_of
 
 
 Indices: TypeAlias = npt.NDArray[np.int64]
-DatasetLike: TypeAlias = (
-    Dataset | DatasetDict | IterableDataset | IterableDatasetDict | tuple[Dataset, Dataset | None] | str | Path
-)
 
 LABELS = "labels"
 
@@ -64,8 +61,10 @@ class TaskStream:
 
     Labels may be a `ClassLabel`, strings (sorted by name) or non-negative integers (sorted by value, named
     `str(label)`). Train and test are matched by name, so their `ClassLabel`s may number the classes differently. Names
-    that a `ClassLabel` declares but no train image has are left out. A streaming dataset, which need have no length,
-    is read once into a file that goes with the process: what a task's classes are has to be known before it is learnt.
+    that a `ClassLabel` declares but no train image has are left out. Names that are the same but for their Unicode
+    form are refused, names that are the same but for capital letters or spaces are two classes, with a warning. A
+    streaming dataset, which need have no length, is read once into a file that goes with the process: what a task's
+    classes are has to be known before it is learnt.
 
     Args:
         label_column (`str`):
@@ -101,7 +100,8 @@ class TaskStream:
 
         Args:
             dataset (`datasets.Dataset`, `datasets.DatasetDict`, `(train, test)`, `str` or `Path`):
-                The images. A string or a path is read with `datasets.load_dataset` (an image folder, a dataset id).
+                The images. A string or a path is a folder with a folder of images for each class, in `train` and
+                `test` or directly, or anything else that `datasets.load_dataset` reads.
             label_column (`str`, *optional*, defaults to `"label"`):
                 Column of the labels.
             image_column (`str`, *optional*):
@@ -126,7 +126,7 @@ class TaskStream:
         Returns:
             `TaskStream`: The tasks `task_0`, `task_1`, ...
         """
-        train_data, test_data = _splits(dataset, train_split, test_split)
+        train_data, test_data = splits_of(dataset, train_split, test_split)
         stream = cls(label_column, image_column or _only_image_column(train_data))
         train, test = stream._read(train_data, test_data)
         if class_order is not None:
@@ -182,7 +182,7 @@ class TaskStream:
         Returns:
             `TaskStream`: One task per domain.
         """
-        train_data, test_data = _splits(dataset, train_split, test_split)
+        train_data, test_data = splits_of(dataset, train_split, test_split)
         stream = cls(label_column, image_column or _only_image_column(train_data))
         domains, train_domain = _read_codes(train_data, domain_column, "domain_column", "the train images")
         order = domains
@@ -229,7 +229,7 @@ class TaskStream:
         if not named:
             raise ValueError("a stream needs at least one task, found none")
         if image_column is None:
-            image_column = _only_image_column(_splits(next(iter(named))[1])[0])
+            image_column = _only_image_column(splits_of(next(iter(named))[1])[0])
         stream = cls(label_column, image_column)
         for name, task in named:
             stream.append(task, name)
@@ -248,8 +248,16 @@ class TaskStream:
             `Task`: The new task. If it is refused, the stream is as before.
         """
         name = f"task_{len(self)}" if name is None else name
-        train, test = self._read(*_splits(dataset), where=f" of task {name!r}")
+        train, test = self._read(*splits_of(dataset), where=f" of task {name!r}")
+        known = set(self._ids)
         self._extend(train, test, [(name, np.arange(len(train.codes)), np.arange(len(test.codes) if test else 0))])
+        if train.integer_labels and train.classes[0] == "0" and known >= set(train.classes):
+            warnings.warn(
+                f"the labels of task {name!r} begin at 0 again, and are taken for the classes of these numbers that "
+                "the stream has already. If they are other classes give them names: "
+                f"cast_column({self.label_column!r}, datasets.ClassLabel(names=[...])).",
+                stacklevel=2,
+            )
         return self._tasks[-1]
 
     def pop(self) -> Task:
@@ -299,6 +307,7 @@ class TaskStream:
         if test is None or len(test) == 0:
             return read_train, None
         read_test = self._read_split(test, f"the test images{where}", read_train.integer_labels)
+        _check_apart(read_train.images, read_test.images, self.image_column, where)
         return read_train, read_test.recoded(read_train.classes)
 
     def _read_split(self, dataset: Dataset, where: str, integer_labels: bool | None) -> "_Split":
@@ -338,6 +347,8 @@ class TaskStream:
         ids = dict(self._ids)
         for class_name in (class_name for classes in members for class_name in classes):
             ids.setdefault(class_name, len(ids))
+        check_classes(list(ids))
+        _warn_of_spellings(ids, self._ids)
 
         train_images = train.labelled(ids)
         test_images = None if test is None else test.labelled(ids)
@@ -371,56 +382,6 @@ class _Split:
         return dataset
 
 
-def _splits(
-    dataset: DatasetLike, train_split: str = "train", test_split: str | None = None
-) -> tuple[Dataset, Dataset | None]:
-    if isinstance(dataset, str | Path):
-        dataset = load_dataset(str(dataset))
-    if isinstance(dataset, DatasetDict | IterableDatasetDict):
-        if test_split is None:
-            test_split = next((s for s in ("test", "validation") if s in dataset and s != train_split), None)
-        for split in (train_split, test_split):
-            if split is not None and split not in dataset:
-                raise ValueError(f"the dataset has no split {split!r}; it has {list(dataset)}")
-        train, test = dataset[train_split], None if test_split is None else dataset[test_split]
-    elif test_split is not None:
-        raise ValueError(f"test_split={test_split!r} needs a DatasetDict, found a {type(dataset).__name__}")
-    elif isinstance(dataset, tuple) and len(dataset) == 2:
-        train, test = dataset
-    else:
-        train, test = dataset, None
-    train, test = _on_disk(train), _on_disk(test)
-    for part in (train,) if test is None else (train, test):
-        if not isinstance(part, Dataset):
-            raise TypeError(
-                f"found a {type(part).__name__}; needed a datasets.Dataset, a DatasetDict, a pair (train, test), or "
-                "what datasets.load_dataset reads"
-            )
-        if part.format["type"] == "custom":
-            raise ValueError(
-                "the dataset has a transform (set_transform or with_transform), which would be lost; call "
-                "reset_format() on it and leave transforming the images to the trainer"
-            )
-    return train, test
-
-
-def _on_disk(dataset: Any) -> Any:
-    """A streaming dataset read once, to its end, into a file that goes with the process; anything else as it is."""
-    if not isinstance(dataset, IterableDataset):
-        return dataset
-    features = dataset.features
-    for name, feature in (features or {}).items():
-        if isinstance(feature, Image):  # as it is encoded: decoded and encoded again it would not be the same
-            dataset = dataset.cast_column(name, Image(decode=False))
-    if next(iter(dataset), None) is None:
-        return Dataset.from_dict({name: [] for name in features or ()}, features=features)
-    folder = tempfile.mkdtemp(prefix="peft_luca_stream_")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    rows = dataset
-    encoded = Dataset.from_generator(lambda: iter(rows), features=rows.features, cache_dir=folder)
-    return encoded if features is None else encoded.cast(features)
-
-
 def _only_image_column(dataset: Dataset) -> str:
     images: list[str] = [name for name, feature in dataset.features.items() if isinstance(feature, Image)]
     if len(images) != 1:
@@ -441,6 +402,11 @@ def _images_only(dataset: Dataset, column: str, where: str) -> Dataset:
         raise ValueError(
             f"column {column!r} of {where} must be decoded images, found {feature}; use "
             f"dataset.cast_column({column!r}, datasets.Image())"
+        )
+    if feature.mode not in (None, "RGB"):
+        raise ValueError(
+            f"column {column!r} of {where} asks for images of the mode {feature.mode!r}, but all are brought to RGB; "
+            f"use dataset.cast_column({column!r}, datasets.Image())"
         )
     return dataset.select_columns([column]).with_format(None)
 
@@ -527,6 +493,38 @@ def _hold_out(train: _Split, test_size: float, seed: int) -> tuple[Indices, Indi
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         held_out[rng.permutation(rows)[: min(max(round(test_size * len(rows)), 1), len(rows) - 1)]] = True
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def _warn_of_spellings(names: Mapping[str, int], before: Mapping[str, int]) -> None:
+    """Say which new names differ from others by capital letters and spaces alone: a slip, or a class of its own."""
+    spellings: dict[str, list[str]] = {}
+    for name in names:
+        spellings.setdefault(" ".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(name)
+    alike = [found for found in spellings.values() if len(found) > 1 and not before.keys() >= set(found)]
+    if alike:
+        warnings.warn(
+            f"these class names are the same but for capital letters, spaces or the form of their letters: "
+            f"{'; '.join(map(repr, alike[:5]))}. They are taken for classes of their own; if they are not, give their "
+            "images one name.",
+            stacklevel=4,
+        )
+
+
+def _check_apart(train: Dataset, test: Dataset, column: str, where: str) -> None:
+    """Refuse a data set that tests on files that it trains on."""
+
+    def files(dataset: Dataset) -> set[str]:
+        parts = dataset.cast_column(column, Image(decode=False)).flatten()  # so that no image's content is read
+        paths = parts.select_columns([f"{column}.path"]).with_format("arrow")[:].column(0)
+        # Of an image that is kept in the data set itself, the path is a name that others may have too.
+        return {path for path in paths.to_pylist() if path and (os.path.isabs(path) or "://" in path)}
+
+    both = sorted(files(train) & files(test))
+    if both:
+        raise ValueError(
+            f"{len(both)} files are both train and test images{where}, such as {both[0]}; take them out of one of the "
+            "two (datasets.load_dataset puts a class's folder called 'test' into both: pass the folder's path here)"
+        )
 
 
 def _recode(names: Sequence[str], codes: Indices, order: Sequence[str], where: str) -> Indices:

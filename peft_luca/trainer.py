@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
+from filelock import FileLock
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -30,7 +31,7 @@ from transformers import EvalPrediction, ProgressCallback, Trainer, set_seed
 from transformers.trainer_utils import HubStrategy, TrainOutput, has_length, seed_worker
 from transformers.utils import logging
 
-from .cache import writing
+from .cache import LOCK_NAME, alone_in, writing
 from .closed_form import StatisticsRouter, gather_statistics
 from .config import LucaConfig
 from .features import (
@@ -50,7 +51,7 @@ from .hub import (
     tuner_of,
     write_json,
 )
-from .images import ImageCollator, image_size
+from .images import ImageCollator, channels_of, check_processor, image_size, undecoded
 from .learning import EpochBatches, EpochLoader, FeatureHead, TaskProgressCallback
 from .model import LucaModel
 from .model_card import make_card
@@ -65,10 +66,11 @@ from .records import (
     task_line,
 )
 from .routing import get_router
+from .sources import DatasetLike
 from .sparsity import soft_threshold
-from .streams import DatasetLike, Task, TaskStream
+from .streams import Task, TaskStream
 from .training_args import CONFIG_RECIPES, ContinualTrainingArguments
-from .untrusted import MANIFEST_NAME
+from .untrusted import MANIFEST_NAME, MAX_NUMBER
 
 
 logger = logging.get_logger(__name__)
@@ -136,6 +138,11 @@ class ContinualTrainer(Trainer):
                 f"processing_class must be the backbone's image processor, got {type(processing_class).__name__}. "
                 "Load it with AutoImageProcessor.from_pretrained."
             )
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(
+                "the model's weights are on the meta device, where there are none. Load them with "
+                "AutoModelForImageClassification.from_pretrained, outside of torch.device('meta')."
+            )
         if args.augmentation:
             image_size(processing_class)  # says so when the processor has none
         template, model = _template(model, luca_config)
@@ -145,8 +152,10 @@ class ContinualTrainer(Trainer):
             _check_task(task, model, args, template)
         if isinstance(model, PeftModel) and isinstance(get_router(args.router), StatisticsRouter):
             gather_statistics(tuner_of(model).layer)  # says which of the model's experts have none
+        collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
+        check_processor(collator, model)
         kwargs.setdefault("compute_metrics", _accuracy)
-        kwargs.setdefault("data_collator", ImageCollator(processing_class, stream.image_column))
+        kwargs.setdefault("data_collator", collator)
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
         super().__init__(
             model=model,
@@ -167,6 +176,7 @@ class ContinualTrainer(Trainer):
         self._loss_parts: dict[str, Tensor] = {}
         self._loss_batches = 0
         self._push: Future[Any] | None = None  # to the Hub, in the background
+        self._lock = FileLock(Path(self.args.output_dir) / LOCK_NAME)
 
     # ---- the stream ----------------------------------------------------------------------------------------------
 
@@ -193,14 +203,17 @@ class ContinualTrainer(Trainer):
 
         Raises:
             ValueError: the folder holds a run of another stream or of other settings.
+            RuntimeError: another run is at work in the folder.
+            FloatingPointError: a loss is not finite, or an expert's numbers are beyond what can be loaded.
         """
         if isinstance(resume_from_checkpoint, str):
             raise ValueError(
                 f"a stream goes on from args.output_dir ({self.args.output_dir}), task by task, not from "
                 f"the checkpoint {resume_from_checkpoint!r}. Call train() with the same output_dir."
             )
-        self._go_on(refuse=resume_from_checkpoint is False)
-        outputs = [self.train_task(task) for task in list(self.stream) if task.name not in self._learnt]
+        with self._alone():
+            self._go_on(refuse=resume_from_checkpoint is False)
+            outputs = [self.train_task(task) for task in list(self.stream) if task.name not in self._learnt]
         if self.args.push_to_hub and outputs:
             self.push_to_hub()
         steps = sum(output.global_step for output in outputs)
@@ -217,12 +230,17 @@ class ContinualTrainer(Trainer):
 
         Raises:
             ValueError: the task has been learnt, or the model has an expert of its name.
+            RuntimeError, FloatingPointError: see [`~ContinualTrainer.train`].
         """
-        self._go_on()
+        with self._alone():
+            self._go_on()
+            return self._train_task(task, name)
+
+    def _train_task(self, task: Task | DatasetLike, name: str | None) -> TrainOutput:
         if not isinstance(task, Task):
             self.stream.append(task, name)
             try:
-                return self.train_task(self.stream[-1])
+                return self._train_task(self.stream[-1], None)
             except BaseException:
                 if self.stream[-1].name not in self._learnt:
                     self.stream.pop()
@@ -257,8 +275,14 @@ class ContinualTrainer(Trainer):
                 self._collect_statistics(task)
             self.tuner.set_requires_grad(task.name, False)
             self._set_router()
+            self._check_numbers(task)
             self._finish(task, output, time.perf_counter() - started)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and self.is_world_process_zero():
+                logger.warning(
+                    f"Interrupted: {len(self._records)} of {len(self.stream)} tasks are finished, and kept in "
+                    f"{self.args.output_dir}. Start again with the same output_dir to go on."
+                )
             if task.name not in self._learnt:
                 self._drop_expert(task)
                 for kept in (self._features, self._digests):  # another task may come under the name
@@ -278,7 +302,11 @@ class ContinualTrainer(Trainer):
         Raises:
             ValueError: there is no such expert, or it is the only one.
         """
-        self._go_on()
+        with self._alone():
+            self._go_on()
+            self._forget(adapter_name)
+
+    def _forget(self, adapter_name: str) -> None:
         if not isinstance(self.model, PeftModel) or adapter_name not in self.tuner.experts:
             raise ValueError(f"there is no expert {adapter_name!r} to delete.")
         self.model.delete_adapter(adapter_name)
@@ -360,8 +388,9 @@ class ContinualTrainer(Trainer):
             raise ValueError(f"task {task.name!r} has no {split} images.")
         args, backbone = self.args, self.tuner.backbone
         collator = ImageCollator(
-            self.processing_class, self.stream.image_column, None, view is not None, view, args.seed
-        )
+            self.processing_class, self.stream.image_column, None, view is not None, view, args.seed,
+            channels_of(self.model),
+        )  # fmt: skip
         key = ""
         if self.is_world_process_zero():
             if (task.name, split) not in self._digests:
@@ -427,6 +456,40 @@ class ContinualTrainer(Trainer):
         loss = cross_entropy + (l1.detach() if self.args.l1_proximal else l1)
         return (loss, outputs) if return_outputs else loss
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(*args, **kwargs)
+        whole = loss.isfinite()
+        if self.accelerator.num_processes > 1:  # all stop, or none
+            whole = self.accelerator.reduce(whole.float(), "mean") == 1
+        if not whole:
+            self._refuse_numbers(f"the loss is {float(loss)}")
+        return loss
+
+    def _check_numbers(self, task: Task) -> None:
+        """What is saved can be loaded again."""
+        for name, tensor in self.tuner.layer.tensors(task.name).items():
+            if not (tensor.abs() <= MAX_NUMBER).all():
+                self._refuse_numbers(f"{name} holds numbers that are not finite, or above {MAX_NUMBER:g}", task)
+
+    def _refuse_numbers(self, what: str, task: Task | None = None) -> None:
+        name = (task or self._task or self.stream[-1]).name
+        raise FloatingPointError(
+            f"task {name!r}, step {self.state.global_step + (task is None)}: {what}. The task is given up; the "
+            f"{len(self._records)} learnt before it are kept in {self.args.output_dir}. Look at its images, or begin "
+            f"anew in another output_dir with a learning_rate below {self.args.learning_rate}."
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        return super().get_eval_dataloader(self._as_kept(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        return super().get_test_dataloader(self._as_kept(test_dataset))
+
+    def _as_kept(self, dataset: Any) -> Any:
+        """Images that our own collator decodes, as everywhere."""
+        own = isinstance(self.data_collator, ImageCollator)
+        return undecoded(dataset, self.stream.image_column) if own else dataset
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._loss_batches:
             parts = {name: self.accelerator.reduce(part, "mean") for name, part in self._loss_parts.items()}
@@ -442,15 +505,21 @@ class ContinualTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         args, processes = self.args, self.accelerator.num_processes
+        dataset: Any = self.train_dataset
+        whole_batch = self._train_batch_size * processes
+        if self._task is not None and args.dataloader_drop_last and len(dataset) < whole_batch:
+            raise ValueError(
+                f"task {self._task.name!r} has {len(dataset)} images, fewer than a batch of {whole_batch}, and "
+                "dataloader_drop_last leaves none. Set it to False, or take smaller batches."
+            )
         if self._task is None or args.train_sampling_strategy != "random":
             return super().get_train_dataloader()
         seed = torch.random.initial_seed() if args.data_seed is None else args.data_seed
-        dataset: Any = self.train_dataset
         return EpochLoader(
             dataset,
             batch_sampler=EpochBatches(
                 len(dataset),
-                self._train_batch_size * processes,
+                whole_batch,
                 seed,
                 args.process_index,
                 processes,
@@ -566,8 +635,9 @@ class ContinualTrainer(Trainer):
             datasets = [self._readable(task, "train"), self._readable(task, "test") if evaluating else None]
             ids = _label_ids(self.stream.classes, classes)
             self.data_collator = ImageCollator(
-                self.processing_class, self.stream.image_column, ids, bool(self.args.augmentation)
-            )
+                self.processing_class, self.stream.image_column, ids, bool(self.args.augmentation),
+                channels=channels_of(self.model),
+            )  # fmt: skip
             model_input = nullcontext()
         self.train_dataset, self.eval_dataset = (*datasets, None)[:2]
         # Every task has an optimizer and a schedule of its own, and draws from a seed that its classes alone decide.
@@ -591,7 +661,7 @@ class ContinualTrainer(Trainer):
 
     def _readable(self, task: Task, split: str) -> Any:
         """A task's images, without those that cannot be read where such are to be skipped."""
-        dataset: Any = task.train if split == "train" else task.test
+        dataset: Any = undecoded(task.train if split == "train" else task.test, self.stream.image_column)
         if self.args.on_bad_image == "raise":
             return dataset
         skipped = self.features(task, split).skipped
@@ -726,6 +796,21 @@ class ContinualTrainer(Trainer):
         self._set_router()
         self._follow_labels()
         self._say(f"going on after {len(records)} of {len(self.stream)} tasks found in {folder}")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One run at a time in an output folder: of all its processes, those that write hold its lock."""
+        with ExitStack() as stack:
+            refusal = None
+            if self.args.should_save:
+                try:
+                    stack.enter_context(alone_in(self._lock))
+                except (RuntimeError, OSError) as error:
+                    refusal = error
+            refusals = [error for error in gather_object([refusal]) if error is not None]
+            if refusals:
+                raise refusals[0]
+            yield
 
     def _clear_away(self, folder: Path) -> None:
         """Remove what a run that was killed has left half-written, and see that the folder can be written to."""

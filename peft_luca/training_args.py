@@ -57,7 +57,8 @@ class ContinualTrainingArguments(TrainingArguments):
 
     A recipe fills only the fields that were left unset, among them `learning_rate`, `num_train_epochs`,
     `per_device_train_batch_size`, `optim`, `optim_args` and `lr_scheduler_type`. The gradient is not clipped
-    (`max_grad_norm=0`) and nothing is checkpointed within a task, which takes seconds, unless asked.
+    (`max_grad_norm=0`) and nothing is checkpointed within a task, which takes seconds, unless asked. With
+    `num_train_epochs=0` an expert is its class means, before any training.
 
     Args:
         recipe (`str`, *optional*, defaults to `"own"`):
@@ -165,6 +166,18 @@ class ContinualTrainingArguments(TrainingArguments):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         super().__post_init__()
+        if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
+            raise ValueError(
+                "fp16=True needs an accelerator, and on the CPU it would be passed over in silence. Use bf16=True, "
+                "which the CPU has, or neither."
+            )
+        if not (self.num_train_epochs or 0) >= 0:
+            raise ValueError(f"num_train_epochs must be a number of at least 0, got {self.num_train_epochs}.")
+        if self.max_steps == 0 or self.max_steps < -1:
+            raise ValueError(
+                f"max_steps must be a number of steps above 0, or -1 to go by num_train_epochs, got {self.max_steps}. "
+                "num_train_epochs=0 makes experts of class means alone."
+            )
         if self.negatives not in ("own", "seen"):
             raise ValueError(f"negatives must be 'own' or 'seen', got {self.negatives!r}.")
         if not 0.0 <= float(self.l1_weight or 0.0) < float("inf"):

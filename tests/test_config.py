@@ -1,11 +1,16 @@
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 from conftest import make_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import PeftConfig
 
 from peft_luca import LucaConfig
-from peft_luca.config import OWN_RECIPE
+from peft_luca.config import ARRANGEMENTS, HEADS, NORM_POSITIONS, OWN_RECIPE, ROW_INITS
+from peft_luca.untrusted import InvalidExpertError, read_config
 
 
 @pytest.mark.parametrize(
@@ -108,3 +113,59 @@ def test_without_classes_they_are_the_bases_labels(vit):
 def test_values_that_only_look_right_are_refused(changes, match):
     with pytest.raises(ValueError, match=match):
         LucaConfig(**changes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "classes": st.lists(st.text("aBé狗-1 ", min_size=1).filter(str.strip), min_size=1, unique=True),
+            "reduction": st.integers(1, 99),
+            "adapter_width": st.none() | st.integers(1, 99),
+            "calibrator_width": st.none() | st.integers(1, 99),
+            "arrangement": st.sampled_from(ARRANGEMENTS),
+            "norm_position": st.sampled_from(NORM_POSITIONS),
+            "head": st.sampled_from(HEADS),
+            "scale": st.none() | st.floats(1e-6, 1e6),
+            "positive_scale": st.none() | st.booleans(),
+            "init_rows": st.sampled_from([None, *ROW_INITS]),
+            "reference": st.none() | st.booleans(),
+        },
+    )
+)
+def test_whatever_is_accepted_comes_back_from_its_file(values):
+    config = LucaConfig(**values)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        back = PeftConfig.from_pretrained(folder)
+        assert read_config_of_a_stranger(folder, config).to_dict() == back.to_dict()
+    assert back.to_dict() == config.to_dict() | {"inference_mode": back.inference_mode}
+    template = config.resolve().template()
+    assert {name: getattr(template, name) for name in values} == values
+
+
+def read_config_of_a_stranger(folder, config):
+    """A config without classes is not an expert's, and refused as such."""
+    if config.classes is None:
+        with pytest.raises(InvalidExpertError, match="classes"):
+            read_config(Path(folder))
+        return PeftConfig.from_pretrained(folder)
+    return read_config(Path(folder))
+
+
+JUNK = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3) | st.lists(st.text())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(LucaConfig.__annotations__)), JUNK, max_size=3))
+def test_whatever_is_wrong_is_a_value_error(values):
+    try:
+        config = LucaConfig(**values)
+    except ValueError:
+        config = LucaConfig()
+    assert config.reduction >= 1
+    assert config.scale is None or 0 < config.scale < float("inf")
+    assert config.classes is None or all(isinstance(name, str) and name.strip() for name in config.classes)
+    assert config.arrangement in ARRANGEMENTS
+    assert config.head in HEADS

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import report
 import torch
 from peft import get_peft_model
 from PIL import Image
@@ -145,6 +146,17 @@ def test_figures_in_the_readme_are_those_of_the_results():
             assert not cell or float(cell) == round(measured[f"{name}, unit features"]["mean"], 3)
 
 
+def test_the_readmes_summary_is_that_of_the_results():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = report.summary(ROOT / "examples" / "benchmarks" / "results")
+    assert report.with_summary(text, found) == text, "run examples/benchmarks/report.py"
+    assert len(found.splitlines()) <= 12
+    assert found.count("| `") == 5
+    first = re.search(r"^\| `digits` \| (\S+) \| (\S+) ", found, re.M).groups()
+    for method, cell in zip(("luca", "luca_gaussian"), first, strict=True):
+        assert float(cell) == round(results_of(f"digits/{method}.json", "summary", "last_accuracy", "mean"), 3)
+
+
 def test_figures_in_the_readmes_text_are_those_of_the_results():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     paper, own = re.search(r"recipe reaches (\S+) on emoji where the own reaches (\S+) ", text).groups()
@@ -195,3 +207,12 @@ def test_figures_of_the_cost_page_are_those_of_its_results():
     assert f"takes {overhead['times_of_stock']['continual_train']:.2f} times what a stock" in text
     assert f"saving, {overhead['times_of_stock']['continual_train_task']:.2f} times" in text
     assert f"train in {memory['rss_anon_beyond_gib']:.2f} GiB of anonymous memory" in text
+
+
+def test_figures_of_the_reliability_page_are_those_of_its_results():
+    text = " ".join((ROOT / "docs" / "reliability.md").read_text(encoding="utf-8").split())
+    results = results_of("mutation.json")
+    assert results["share_killed"] >= 0.9
+    assert f"in a sample of {results['mutants']} places" in text
+    assert f"The tests notice {results['killed']} of them ({100 * results['share_killed']:.1f} %)" in text
+    assert all(mutant["why"] for mutant in results["survivors"])

@@ -8,7 +8,7 @@ from transformers import ViTImageProcessorPil
 
 from peft_luca import FeatureDataset, ImageCollator
 from peft_luca.features import extract_features
-from peft_luca.images import image_size, random_crop_and_flip, to_rgb
+from peft_luca.images import image_size, random_crop_and_flip
 
 
 def picture(width=10, height=6, mode="RGB"):
@@ -48,19 +48,6 @@ def test_collator_gives_other_ids():
 
 def test_collator_without_labels():
     assert set(ImageCollator(make_processor(), "image")([{"image": picture()}])) == {"pixel_values"}
-
-
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "I;16"])
-def test_every_mode_becomes_rgb(mode):
-    image = picture(mode=mode) if mode != "I;16" else Image.fromarray(np.zeros((6, 10), np.uint16))
-    assert to_rgb(image).mode == "RGB"
-    assert to_rgb(image).size == (10, 6)
-
-
-def test_pictures_are_turned_upright():
-    image = picture()
-    image.getexif()[0x0112] = 6  # turned a quarter
-    assert to_rgb(image).size == (6, 10)
 
 
 def test_augmentation_has_the_size_of_the_processor_and_is_drawn_from_torch():

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import D, exact_luca, exact_own_scores, exact_rows, fill, make_model, pixels
+from conftest import D, exact_luca, exact_own_scores, exact_rows, fill, make_dinov2, make_model, make_vit, pixels
 from peft import get_peft_model
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -235,3 +235,62 @@ def test_fill_is_repeatable():
     first, second = (make_model({"t": SIX}).state_dict() for _ in range(2))
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert fill(make_model({"t": SIX}), seed=1).l1_penalty() != make_model({"t": SIX}).l1_penalty()
+
+
+def test_what_other_code_asks_the_head_for():
+    layer = make_model({"t": ["a"]}, base=make_vit(num_labels=7)).base_model.layer
+    assert (layer.in_features, layer.out_features) == (D, 7)
+    layer = make_model({"t": ["a"]}, base=make_dinov2(num_labels=0)).base_model.layer
+    assert (layer.in_features, layer.out_features) == (2 * D, 2 * D)  # nn.Identity has none
+
+
+def test_an_expert_takes_its_statistics_along():
+    model = make_model({"s": ["a", "b"], "t": ["c", "d"]})
+    features = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
+    for name in ("s", "t"):
+        model.collect_statistics(name, features, torch.arange(8) % 2)
+    model.delete_adapter("t")
+    assert list(model.base_model.layer.statistics) == ["s"]
+    model.add_adapter("t", LucaConfig(classes=["c", "d"]))
+    with pytest.raises(ValueError, match="'t' came without"):
+        model.set_router("gaussian")
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
+def test_a_reference_keeps_its_precision(dtype, kept):
+    layer = get_peft_model(make_vit().to(dtype), LucaConfig(classes=["a"])).base_model.layer
+    assert layer.luca_class_rows["default"].dtype in (dtype, torch.float32)
+    assert layer.luca_reference_mean["default"].dtype == kept
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0}])
+def test_confidence_is_the_answers_probability_at_the_routers_temperature(options):
+    model = make_model({"s": ["a", "b"], "t": ["c", "d"]})
+    model.set_router("entropy", **options)
+    routed = model.route(pixels())
+    expected = (routed.logits.double() / options.get("temperature", 1.0)).softmax(dim=1).amax(dim=1)
+    torch.testing.assert_close(routed.confidence.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_large_batch_is_taken_piece_by_piece(monkeypatch):
+    model = make_model({"s": ["a", "b"], "t": ["c", "d", "e"]})
+    layer, z = model.base_model.layer, torch.randn(10, D, generator=torch.Generator().manual_seed(0))
+    whole, real, sizes = layer.route(z), layer.scores, []
+    monkeypatch.setattr("peft_luca.layer.SCORES_BUDGET", 3 * 2 * 5)  # three samples of two experts and five classes
+    monkeypatch.setattr(layer, "scores", lambda part: sizes.append(len(part)) or real(part))
+    pieces = layer.route(z)
+    assert sizes == [3, 3, 3, 1]
+    assert torch.equal(pieces.expert, whole.expert)
+    torch.testing.assert_close(pieces.logits, whole.logits)
+
+
+def test_class_means_are_those_of_float64_to_the_bit():
+    layer = make_model({"t": ["a", "b"]}).base_model.layer
+    z = 100 + torch.randn(5000, D, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(5000) % 2
+    expected = [layer.standardise(z, "t")[labels == k].double().mean(dim=0) for k in (0, 1)]
+    layer.set_rows_to_class_means("t", z, labels, adapted=False)
+    for row, mean in zip(layer.luca_class_rows["t"], expected, strict=True):
+        assert ((row.detach().double() - mean).abs() <= 2**-23 * mean.abs()).all()
+    with pytest.raises(ValueError, match=r"the images per label are \[2, 0\]"):
+        layer.set_rows_to_class_means("t", z[:2], torch.tensor([0, 0]))

@@ -30,8 +30,9 @@ def test_ten_kills(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hundred_kills(tmp_path):
+def test_a_hundred_kills(tmp_path, record_property):
     report = kill(tmp_path, 120, seed=2)
+    record_property("kills", report)
     assert sum(report["killed"].values()) == 120
     assert all(report["killed"].values()), report  # in every phase
     assert (report["failed"], report["differing"]) == (0, 0), report

@@ -5,17 +5,14 @@ import json
 import math
 import os
 import resource
-from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_model, pixels
 from safetensors.torch import load_file, save_file
 
 from peft_luca import InvalidExpertError
 from peft_luca.closed_form import Gaussian, Prototype, Ridge
-from peft_luca.routing import entropy
-from peft_luca.statistics import STATISTICS_NAME, ClassStatistics, pool, unit_features
+from peft_luca.statistics import STATISTICS_FORMAT, STATISTICS_NAME, ClassStatistics, pool, projection, unit_features
 
 
 NAMES = ("ant", "bee", "cat", "dog", "eel")
@@ -378,30 +375,33 @@ def test_what_the_background_explains_better_is_not_known(classifier):
     assert made.log_known(x).exp().mean() > made.log_known(images(seed=9)[0]).exp().mean()
 
 
-@pytest.mark.parametrize("router", ["gaussian", "prototype", "hybrid", "ridge"])
-@pytest.mark.parametrize("noise", [0.0, 1e-9, 1e-6])
-def test_the_same_image_again_and_again_gives_finite_answers(router, noise):
-    model = make_model({"t": ["a", "b"]})
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(2, 32, generator=generator).repeat(10, 1) + noise * torch.randn(20, 32, generator=generator)
-    model.collect_statistics("t", z, torch.arange(20) % 2, random_features=16)
-    model.set_router(router)
-    answer = model.route(pixels(4))
-    assert answer.logits.isfinite().all()
-    assert answer.confidence.isfinite().all()
+def test_what_files_of_other_machines_depend_on():
+    """Fixed for good: the file's name, its format, its default rank, and the directions of the random features."""
+    assert (STATISTICS_NAME, STATISTICS_FORMAT) == ("statistics.safetensors", 1)
+    x = unit_features(torch.randn(90, 80, generator=torch.Generator().manual_seed(0)).double())
+    assert len(ClassStatistics.collect(x, torch.zeros(90).long(), ["a"]).factors[0]) == 64
+    expected = [[1.76405235, 0.40015721, 0.97873798], [2.2408932, 1.86755799, -0.97727788]]
+    torch.testing.assert_close(projection(2, 3), torch.tensor(expected).double(), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("change", [{"means": 1e40}, {"factors": 1e200}, {"counts": math.nan}])
-def test_statistics_of_which_no_classifier_can_be_made_say_so_and_the_router_stays(change):
-    model = make_model({"t": ["a", "b"]})
-    z = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
-    sound = model.collect_statistics("t", z, torch.arange(20) % 2)
-    ((name, by),) = change.items()
-    value = getattr(sound, name)
-    spoilt = tuple(factor * by for factor in value) if name == "factors" else value * by
-    model.base_model.layer.statistics["t"] = replace(sound, **{name: spoilt})
-    model.set_router("entropy")
-    with pytest.raises(InvalidExpertError, match=r"no classifier can be made .* such as 'entropy'"):
-        model.set_router("gaussian")
-    assert model.base_model.layer.router is entropy
-    assert model.route(pixels(2)).logits.isfinite().all()
+def test_what_the_ranks_leave_out_adds_up():
+    x, y = images(sizes=(30, 9, 14, 12, 11))
+    half = torch.arange(len(y)) % 2 == 0
+    parts = {
+        name: ClassStatistics.collect(x[rows], y[rows], NAMES, rank=2) for name, rows in (("s", half), ("t", ~half))
+    }
+    assert all(part.remainder.sum() > 0 for part in parts.values())
+    pooled = pool(parts)
+    torch.testing.assert_close(pooled.remainder, parts["s"].remainder + parts["t"].remainder)
+    assert torch.equal(pooled.errors, torch.maximum(parts["s"].errors, parts["t"].errors))
+
+
+def test_a_missing_class_is_counted_and_sums_keep_their_precision():
+    x, y = images()
+    with pytest.raises(ValueError, match=r"the images per label are \[2, 0\]"):
+        ClassStatistics.collect(x[:2], torch.tensor([0, 0]), ["a", "b"])
+    whole = ClassStatistics.collect(x, y, NAMES, random_features=4)
+    assert "gram=" not in repr(whole)
+    assert "random_sums=" not in repr(whole)
+    pooled = pool({"s": whole, "t": whole})
+    assert (pooled.gram.dtype, pooled.random_sums.dtype) == (torch.float64, torch.float64)

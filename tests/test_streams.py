@@ -386,6 +386,7 @@ def test_image_folder(tmp_path):
         (images(["a", "b"]), {"class_order": [0, 1]}, "without a train image: 0, 1; missing: a, b"),
         (images([0]), {"test_split": "test"}, "test_split='test' needs a DatasetDict, found a Dataset"),
         (images([0, 0]), {"test_size": 1.0}, r"test_size must be a share between 0 and 1, got 1\.0"),
+        (images([0, 0]), {"test_size": 0.0}, r"test_size must be a share between 0 and 1, got 0\.0"),
         (images([0, 0, 1]), {"test_size": 0.5}, "class '1' has one image; test_size needs at least two"),
         ((images([0]), images([0])), {"test_size": 0.5}, "the dataset has 1 test images; leave out test_size"),
         (DatasetDict(a=images([0])), {}, r"no split 'train'; it has \['a'\]"),
@@ -461,3 +462,17 @@ def test_a_streaming_dataset_without_features_is_read_too():
         image_column="image",
     )
     assert [row["image"].getpixel((0, 0)) for row in stream[0].train] == [(255, 0, 0), (0, 0, 255)]
+
+
+def test_a_class_label_beyond_its_names_is_refused():
+    data = images([0, 2])
+    data.info.features["label"] = ClassLabel(names=["a", "b"])  # as a file that was written wrongly has it
+    with pytest.raises(ValueError, match="row 1 of column 'label' of the train images is 2, which names no class"):
+        TaskStream.from_dataset(data)
+
+
+def test_long_lists_of_names_are_cut():
+    with pytest.raises(ValueError, match=r"no train image has: b, c, d, e, f; add"):
+        TaskStream.from_dataset((images(["a"]), images([*"abcdef"])))
+    with pytest.raises(ValueError, match=r"no train image has: b, c, d, e, f, \.\.\. 1 more; add"):
+        TaskStream.from_dataset((images(["a"]), images([*"abcdefg"])))

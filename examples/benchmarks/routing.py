@@ -181,7 +181,7 @@ def accuracy(scores: torch.Tensor, labels: torch.Tensor) -> float:
     return float((scores.argmax(1) == labels).double().mean())
 
 
-def ranpac(x, y, test, seed: int) -> torch.Tensor:
+def fit_ranpac(x, y, seed: int):
     """RanPAC: ridge on random ReLU features, of the strength of best leave-one-out accuracy on the training images."""
     generator = torch.Generator().manual_seed(seed)
     directions = torch.randn(x.shape[1], RANPAC_WIDTH, generator=generator).double()
@@ -195,7 +195,8 @@ def ranpac(x, y, test, seed: int) -> torch.Tensor:
         left_out = accuracy(targets - dual / diagonal[:, None], y)
         if left_out > best[0]:
             best = (left_out, dual)
-    return torch.relu(test @ directions) @ (h.T.double() @ best[1])
+    weights = h.T.double() @ best[1]
+    return lambda test: torch.relu(test @ directions) @ weights
 
 
 def regularised_discriminant(x, y, test) -> torch.Tensor:
@@ -239,7 +240,7 @@ def measure_baselines(features: Features, layer, seeds: list[int]) -> dict[str, 
         lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=uniform)
         scores = lda.fit(x.numpy(), y.numpy()).decision_function(z.numpy())
         found[f"LDA, {kind}"] = [accuracy(torch.from_numpy(scores), test.labels)]
-        found[f"RanPAC 10,000, {kind}"] = [accuracy(ranpac(x, y, z, seed), test.labels) for seed in draws]
+        found[f"RanPAC 10,000, {kind}"] = [accuracy(fit_ranpac(x, y, seed)(z), test.labels) for seed in draws]
     scores = regularised_discriminant(unit[0], y, unit[1])
     found["regularised discriminant, unit features"] = [accuracy(scores, test.labels)]
     for kind, (x, z) in (("unit features", unit), ("standardised by all tasks", raw)):

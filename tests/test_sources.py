@@ -1,0 +1,271 @@
+"""Folders, streams of rows and disks as users have them: read rightly, or refused with what is to be done."""
+
+import io
+import os
+import shutil
+
+import datasets
+import pytest
+from conftest import make_trainer
+from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, Value, load_dataset
+from PIL import Image as PilImage
+
+from peft_luca import TaskStream
+from peft_luca.sources import read_image_folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Makes a folder of files: of an image for an int, its grey value; of other content for bytes."""
+
+    def make(files):
+        root = tmp_path / "data"
+        for name, content in files.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, bytes):
+                path.write_bytes(content)
+            else:
+                PilImage.new("L", (2, 2), content).save(path, "png")
+        return root
+
+    return make
+
+
+def contents(stream):
+    """Class → grey values of its train and of its test images."""
+
+    def greys(dataset):
+        return [] if dataset is None else [row["image"].getpixel((0, 0)) for row in dataset]
+
+    return {task.classes[0]: (greys(task.train), greys(task.test)) for task in stream}
+
+
+def read(root):
+    return contents(TaskStream.from_dataset(root, increment=1, seed=None))
+
+
+def test_a_folder_for_each_class_with_splits_or_without(folder):
+    files = {
+        "train/cat/1.png": 1,
+        "train/cat/2.PNG": 2,
+        "train/dog/3.jpeg": 3,
+        "test/cat/4.png": 4,
+        "test/dog/5.png": 5,
+    }
+    assert read(folder(files)) == {"cat": ([1, 2], [4]), "dog": ([3], [5])}
+    shutil.rmtree(folder({}))
+    assert read(folder({"cat/1.png": 1, "dog/3.png": 3})) == {"cat": ([1], []), "dog": ([3], [])}
+    shutil.rmtree(folder({}))
+    assert read(folder({"Train/cat/1.png": 1, "val/cat/2.png": 2})) == {"cat": ([1], [2])}
+
+
+def test_it_is_what_datasets_reads(folder, tmp_path):
+    root = folder({f"{split}/{name}/{i}.png": i for split in ("train", "test") for name in "abc" for i in range(3)})
+    expected = load_dataset(str(root), cache_dir=str(tmp_path / "cache"))
+    found = read_image_folder(root)
+    for split in ("train", "test"):
+        assert found[split].features == expected[split].features
+        plain = Image(decode=False)
+        rows = [d[split].cast_column("image", plain).to_list() for d in (found, expected)]
+        assert sorted(rows[0], key=str) == sorted(rows[1], key=str)
+
+
+def test_stray_files_are_passed_by(folder):
+    """So many files of text that `datasets` would take the folder for one of text."""
+    strays = {f"cat/notes{i}.txt": b"x" for i in range(9)}
+    strays |= {
+        "Thumbs.db": b"x",
+        "cat/.DS_Store": b"x",
+        "dog/list.csv": b"a,b\n1,2\n",
+        ".git/x.png": 9,
+        "cat/._1.png": 9,
+    }
+    assert read(folder({"cat/1.png": 1, "dog/2.png": 2, **strays})) == {"cat": ([1], []), "dog": ([2], [])}
+
+
+def test_classes_that_are_called_as_splits_are(folder):
+    """`datasets` puts the images of train/test into both splits."""
+    files = {
+        "train/train/1.png": 1,
+        "train/test/2.png": 2,
+        "train/bus/3.png": 3,
+        "test/train/4.png": 4,
+        "test/bus/5.png": 5,
+    }
+    assert read(folder(files)) == {"bus": ([3], [5]), "test": ([2], []), "train": ([1], [4])}
+    shutil.rmtree(folder({}))
+    assert read(folder({"train/1.png": 1, "test/2.png": 2, "bus/3.png": 3})) == {
+        "bus": ([3], []), "test": ([2], []), "train": ([1], []),
+    }  # fmt: skip
+
+
+def test_the_folder_that_an_image_lies_in_is_its_class(folder):
+    assert read(folder({"animals/cat/1.png": 1, "animals/dog/2.png": 2, "things/cup/3.png": 3})).keys() == {
+        "cat", "dog", "cup",
+    }  # fmt: skip
+
+
+def test_names_of_any_alphabet(folder):
+    files = {"猫/ä ö.png": 1, "собака/b #1%20.png": 2, "café/[c].png": 3}
+    assert read(folder(files)) == {"猫": ([1], []), "собака": ([2], []), "café": ([3], [])}
+
+
+def test_links_to_folders_are_followed_once(folder, tmp_path):
+    root = folder({"cat/1.png": 1})
+    (tmp_path / "elsewhere").mkdir()
+    PilImage.new("L", (2, 2), 7).save(tmp_path / "elsewhere" / "7.png")
+    os.symlink(tmp_path / "elsewhere", root / "dog")
+    os.symlink(root, root / "cat" / "loop")
+    assert read(root) == {"cat": ([1], []), "dog": ([7], [])}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"cat/1.png": 1, "dog/2.png": 2, "logo.png": 3}, r"logo\.png does not lie in a class's folder"),
+        ({"cat/1.png": 1, "dog/2.png": 2, "cat/more/3.png": 3}, r"more/3\.png does not lie in a class's folder"),
+        ({"1.png": 1}, r"1\.png does not lie in a class's folder"),
+        ({"train/1.png": 1, "test/2.png": 2}, "lie in 'test', 'train', which may be splits or classes"),
+        ({"train/cat/1.png": 1, "spare/2.png": 2}, "has images in 'spare', beside its splits 'train'"),
+        ({"train/cat/1.png": 1, "training/cat/2.png": 2}, "folders 'train', 'training', which name a split twice"),
+        ({"test/cat/1.png": 1}, r"no split 'train'; it has \['test'\]"),
+    ],
+)
+def test_a_folder_that_leaves_classes_open_is_refused(folder, files, message):
+    with pytest.raises(ValueError, match=message):
+        TaskStream.from_dataset(folder(files))
+
+
+def test_a_folder_that_describes_itself_is_left_to_datasets(folder):
+    table = b"file_name,label\na.png,left\nb.png,right\n"
+    root = folder({"metadata.csv": table, "a.png": 1, "b.png": 2})
+    assert read_image_folder(root) is None
+    assert read(root) == {"left": ([1], []), "right": ([2], [])}
+    shutil.rmtree(root)
+    card = b"---\nconfigs:\n- config_name: default\n  data_files: 'left/*'\n---\n"
+    assert read_image_folder(folder({"README.md": card, "left/1.png": 1, "x.png": 2})) is None
+
+
+def test_what_is_no_folder_of_images_is_left_to_datasets(folder, tmp_path):
+    assert read_image_folder(tmp_path / "nowhere") is None
+    assert read_image_folder(folder({"notes.txt": b"x"})) is None
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        TaskStream.from_dataset(tmp_path / "nowhere")
+
+
+def test_a_card_of_a_folder_is_no_obstacle(folder):
+    assert read(folder({"README.md": b"# Cats\n", "cat/1.png": 1})) == {"cat": ([1], [])}
+    assert read(folder({"README.md": b"---\nlicense: mit\n---\n"})) == {"cat": ([1], [])}
+
+
+def test_files_that_are_in_train_and_in_test_are_refused(folder):
+    root = folder({"a/1.png": 1, "a/2.png": 2})
+    features = Features(image=Image(), label=Value("string"))
+    both = Dataset.from_dict({"image": [str(root / "a/1.png"), str(root / "a/2.png")], "label": ["a", "a"]}, features)
+    with pytest.raises(ValueError, match=r"1 files are both train and test images, such as .*a/2\.png"):
+        TaskStream.from_dataset((both, both.select([1])))
+    assert len(TaskStream.from_dataset((both.select([0]), both.select([1])))[0].test) == 1
+    apart = both.train_test_split(0.5, seed=0)
+    assert len(TaskStream.from_dataset(apart)[0].test) == 1
+
+
+# --- streams of rows ---
+
+
+def breaking(rows):
+    buffer = io.BytesIO()
+    PilImage.new("L", (2, 2)).save(buffer, "png")
+    for _ in range(rows):
+        yield {"image": {"bytes": buffer.getvalue(), "path": None}, "label": "a"}
+    raise RuntimeError("the sensor fell off")
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_generator_that_raises(rows):
+    features = Features(image=Image(), label=Value("string"))
+    broken = IterableDataset.from_generator(breaking, features=features, gen_kwargs={"rows": rows})
+    message = rf"broke off after {rows} rows: RuntimeError\('the sensor fell off'\)\. None of them was kept"
+    with pytest.raises(ValueError, match=message):
+        TaskStream.from_dataset(broken)
+    stream = TaskStream.from_tasks([Dataset.from_list(list(_some_rows()), features)])
+    with pytest.raises(ValueError, match=message):
+        stream.append(broken)
+    assert len(stream) == 1
+
+
+def _some_rows():
+    try:
+        yield from breaking(2)
+    except RuntimeError:
+        return
+
+
+def test_a_transform_on_a_streaming_dataset_is_not_lost_in_silence():
+    streamed = IterableDataset.from_generator(_some_rows, features=Features(image=Image(), label=Value("string")))
+    renamed = streamed.map(lambda row: {"label": row["label"].upper()})
+    assert TaskStream.from_dataset(renamed, image_column="image").classes == ("A",)
+
+
+def test_any_format_is_taken(folder):
+    data = read_image_folder(folder({"a/1.png": 1, "b/2.png": 2}))["train"]
+    for kind in ("numpy", "torch", "arrow", "pandas", None):
+        stream = TaskStream.from_dataset(data.with_format(kind), increment=1, seed=None)
+        assert contents(stream) == {"a": ([1], []), "b": ([2], [])}
+        streamed = TaskStream.from_dataset(data.to_iterable_dataset().with_format(kind), increment=1, seed=None)
+        assert contents(streamed) == {"a": ([1], []), "b": ([2], [])}
+
+
+# --- a disk that goes away ---
+
+
+def test_a_disk_that_goes_away_is_no_image_to_skip(folder, tmp_path):
+    """Every image would be left out, and be left out for good: what was skipped is written down."""
+    root = folder({"train/a/1.png": 1, "train/a/2.png": 2, "train/b/3.png": 3, "test/a/4.png": 4, "test/b/5.png": 5})
+    stream = TaskStream.from_dataset(root)
+    settings = {"on_bad_image": "skip", "features_cache_dir": str(tmp_path / "features")}
+    trainer = make_trainer(tmp_path / "out", stream, **settings)
+    shutil.move(root, tmp_path / "unplugged")
+    with pytest.raises(OSError, match=r"a/1\.png cannot be read: its folder is not there any more"):
+        trainer.train()
+    shutil.move(tmp_path / "unplugged", root)
+    trainer.train()
+    assert len(trainer.features(stream[0], "train")) == 3
+    assert trainer.results()["tasks"][0]["skipped_images"] == 0
+
+
+def test_a_file_that_is_gone_is_an_image_that_cannot_be_read(folder, tmp_path):
+    root = folder({"a/1.png": 1, "a/2.png": 2, "b/3.png": 3})
+    stream = TaskStream.from_dataset(root)
+    (root / "a" / "1.png").unlink()
+    with pytest.raises(ValueError, match=r"row 0 \(.*a/1\.png\) cannot be read: FileNotFoundError"):
+        make_trainer(tmp_path / "raise", stream, features_cache_dir=str(tmp_path / "f")).train()
+    trainer = make_trainer(tmp_path / "skip", stream, features_cache_dir=str(tmp_path / "f"), on_bad_image="skip")
+    trainer.train()
+    assert trainer.results()["tasks"][0]["skipped_images"] == 1
+
+
+def test_columns_of_other_names(tmp_path):
+    rows = list(_some_rows())
+    data = Dataset.from_list(rows, Features(image=Image(), label=Value("string"))).rename_columns(
+        {"image": "img", "label": "fine_label"}
+    )
+    with pytest.raises(ValueError, match=r"no column 'label'; pass label_column, one of \['img', 'fine_label'\]"):
+        TaskStream.from_dataset(data)
+    stream = TaskStream.from_dataset(data, label_column="fine_label")
+    assert (stream.image_column, stream[0].train.column_names) == ("img", ["img", "labels"])
+    trainer = make_trainer(tmp_path / "out", stream)
+    trainer.train()
+    assert trainer.tuner.classes == ("a",)
+
+
+def test_an_empty_split():
+    rows = Dataset.from_list(list(_some_rows()), Features(image=Image(), label=Value("string")))
+    assert TaskStream.from_dataset(DatasetDict(train=rows, test=rows.select([])))[0].test is None
+    with pytest.raises(ValueError, match="the train images are none; every task needs at least one"):
+        TaskStream.from_dataset(DatasetDict(train=rows.select([]), test=rows))
+
+
+def test_an_unreadable_mapping_is_not_taken_for_a_dataset():
+    with pytest.raises(TypeError, match=r"found a dict; needed a datasets\.Dataset"):
+        TaskStream.from_dataset({"train": datasets.Dataset.from_dict({"image": []})})
