@@ -164,12 +164,13 @@ class Gaussian(Classifier):
         values = values.clamp(min=0)
         self.basis = basis.float()
         means = statistics.means @ basis  # (C, d), as all that follows in the basis of P
-        inverse, rows, row_class, offsets = torch.empty_like(means), [], [], []
+        inverse, rows, offsets = torch.empty_like(means), [], []
         volumes = torch.empty(len(means), dtype=torch.float64)
         for k, factor in enumerate(statistics.factors):
             freedom = float(statistics.counts[k]) - 1
             own = 0.0 if freedom == 0 else 1 - shrinkage  # a single image has no covariance of its own
-            turned = factor.double() @ basis * math.sqrt(own / max(freedom, 1))  # (r, d)
+            # Most of the time goes here: in float32, as the factors are.
+            turned = (factor @ self.basis).double() * math.sqrt(own / max(freedom, 1))  # (r, d)
             # The diagonal that a low rank leaves out counts by its mean, so that one basis serves all classes.
             left = float(statistics.remainder[k].sum()) / d * own / max(freedom, 1)
             mean_variance = float(turned.square().sum()) / d + left + (1 - own) * float(values.mean())
@@ -183,24 +184,24 @@ class Gaussian(Classifier):
             inverse[k] = 1 / diagonal
             volumes[k] = diagonal.log().sum() + 2 * lower.diagonal().log().sum()
             rows.append(reduced.float())
-            row_class.append(torch.full((len(reduced),), k))
             offsets.append((reduced @ means[k]).float())
         # The mean of the log-volumes by which classes do not differ, as far as they are left out of the scores.
         self.background = Background(statistics, covariance, (1 - volume) * float(volumes.mean()))
         self.inverse = inverse.float()
         self.linear = (means * inverse).float()
         self.constant = (-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float()
-        self.rows, self.row_class, self.offsets = torch.cat(rows), torch.cat(row_class), torch.cat(offsets)
+        self.rows, self.offsets = torch.cat(rows), torch.cat(offsets)
+        self.lengths = torch.tensor([len(part) for part in rows])
 
     def scores(self, x: Tensor) -> Tensor:
         y = x @ self.basis.to(x)
         scores = y @ self.linear.to(x).T - 0.5 * y.square() @ self.inverse.to(x).T + self.constant.to(x)
-        rows, offsets, row_class = self.rows.to(x), self.offsets.to(x), self.row_class.to(x.device)
-        parts = [
-            scores[i : i + len(part)].index_add(1, row_class, (part @ rows.T - offsets).square(), alpha=0.5)
-            for i, part in _blocks(y, len(rows))
-        ]
-        return torch.cat(parts)
+        rows, offsets, lengths = self.rows.to(x), self.offsets.to(x), self.lengths.to(x.device)
+        parts = []
+        for _, part in _blocks(y, len(rows)):
+            squares = (part @ rows.T - offsets).square()  # (batch, rows of all classes)
+            parts.append(torch.segment_reduce(squares, "sum", lengths=lengths.expand(len(part), -1), axis=1))
+        return scores + 0.5 * torch.cat(parts)
 
     def log_known(self, x: Tensor) -> Tensor:
         return _log_known(self.scores(x), self.background.scores(x), self.temperature)
@@ -253,8 +254,9 @@ def _pooled_covariance(statistics: ClassStatistics) -> tuple[Tensor, float]:
     """Pooled covariance within classes, (d, d), in float64, and its degrees of freedom."""
     d = statistics.means.shape[1]
     total = torch.diag(statistics.remainder.double().sum(dim=0))
+    # Products in float32, as the factors are, a block at a time; their sum in float64.
     for rows in torch.cat(statistics.factors).split(BLOCK):
-        total.addmm_(rows.double().T, rows.double())
+        total += rows.T @ rows
     freedom = float(statistics.counts.sum()) - len(statistics.counts)
     if freedom < 1 or not total.trace() / freedom > LEAST_VARIANCE:
         # One image a class, or the same again: nothing is known of the spread, so that only distances count.

@@ -21,12 +21,13 @@ from peft_luca.config import ARRANGEMENTS
 from peft_luca.sparsity import overlap_report
 
 
+WEIGHTS = 1e-5, 1e-4, 5e-4, 1e-3, 5e-3
 # Name → fields of LucaConfig, fields of ContinualTrainingArguments.
 VARIANTS: dict[str, tuple[dict, dict]] = {
     **{f"arrangement {name}": ({"arrangement": name}, {}) for name in ARRANGEMENTS},
-    **{f"λ {weight:g}": ({}, {"l1_weight": weight}) for weight in (0.0, 5e-5, 5e-4, 5e-3)},
-    **{f"λ {w:g}, proximal": ({}, {"l1_weight": w, "l1_proximal": True}) for w in (5e-5, 5e-4, 5e-3)},
-    **{f"reduction {r}": ({"reduction": r}, {}) for r in (4, 16, 64)},
+    **{f"λ {weight:g}": ({}, {"l1_weight": weight}) for weight in (0.0, *WEIGHTS)},
+    **{f"λ {w:g}, proximal": ({}, {"l1_weight": w, "l1_proximal": True}) for w in WEIGHTS},
+    **{f"reduction {r}": ({"reduction": r}, {}) for r in (4, 8, 16, 32, 64)},
 }
 FIGURES = "last_accuracy", "average_accuracy", "routing_accuracy", "task_known_accuracy"
 
