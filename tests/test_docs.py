@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from string import Template
 
 import pytest
 import report
@@ -140,8 +141,10 @@ def commands():
     for page in [*PAGES, *(f"docs/{name}" for name in ELSEWHERE), "examples/README.md"]:
         text = (ROOT / page).read_text(encoding="utf-8")
         for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S):
+            variables = dict(re.findall(r"^(\w+)=(\S+)$", block, re.M))
             for line in block.replace("\\\n", " ").splitlines():
-                yield page, line.split("#")[0].strip()
+                if not re.match(r"\w+=", line):
+                    yield page, Template(line.split("#")[0].strip()).safe_substitute(variables)
 
 
 @pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
@@ -160,6 +163,15 @@ def test_commands_of_the_pages_are_ones_that_there_are(page, command, monkeypatc
         import cil
 
         cil.parse_arguments()  # stops at an argument that there is not
+    elif words[0] == "python":
+        paths = [word for word in words[1:] if word.startswith("examples/")]
+        assert paths[0] == words[1]
+        assert all((ROOT / path).exists() for path in paths)
+        source = (ROOT / words[1]).read_text(encoding="utf-8") + (ROOT / "examples" / "cil.py").read_text(
+            encoding="utf-8"
+        )
+        for flag in re.findall(r"--(\w+)", command):  # a field of its arguments, or one that is looked for by hand
+            assert re.search(rf"^    {flag}: |\"--{flag}\"", source, re.M), f"{page}: {flag}"
     else:
         assert words[:2] == ["pip", "install"], f"{page}: nobody has tried {command!r}"
 
