@@ -19,6 +19,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from .features import FeatureDataset
+from .images import to_rgb
 from .layer import LucaLayer, find_layer
 from .metrics import forgetting, stage_accuracies
 from .routing import entropy
@@ -247,7 +248,7 @@ def misrouted_images(
     figure, axes = _figure(2, 7.6, len(wrong) * (0.6 + 0.2 * min(len(experts), NAMED)), rows=len(wrong))
     for picture, bars, row in zip(axes[::2], axes[1::2], wrong, strict=True):
         own, chosen = int(said.task[row]), int(said.expert[row])
-        picture.imshow(images[experts[own]][int(said.row[row])].convert("RGB"))
+        picture.imshow(to_rgb(images[experts[own]][int(said.row[row])]))
         picture.set_title(f"{names[row]} ({experts[own]}), answered {answers[row]}", fontsize=8)
         picture.set_axis_off()
         entropies = said.entropies[row]
