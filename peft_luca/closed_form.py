@@ -198,7 +198,7 @@ class Gaussian(Classifier):
         scores = y @ self.linear.to(x).T - 0.5 * y.square() @ self.inverse.to(x).T + self.constant.to(x)
         rows, offsets, lengths = self.rows.to(x), self.offsets.to(x), self.lengths.to(x.device)
         parts = []
-        for _, part in _blocks(y, len(rows)):
+        for part in y.split(max(1, BUDGET // max(1, len(rows)))):
             squares = (part @ rows.T - offsets).square()  # (batch, rows of all classes)
             parts.append(torch.segment_reduce(squares, "sum", lengths=lengths.expand(len(part), -1), axis=1))
         return scores + 0.5 * torch.cat(parts)
@@ -281,12 +281,6 @@ def _ledoit_wolf(covariance: Tensor, freedom: float) -> float:
     trace, square = float(covariance.trace()), float(covariance.square().sum())
     spread = square - trace**2 / len(covariance)
     return min(1.0, (square + trace**2) / (freedom * spread)) if freedom > 0 and spread > 0 else 1.0
-
-
-def _blocks(x: Tensor, width: int) -> list[tuple[int, Tensor]]:
-    """Pieces of a batch that stay within the budget, each with where it begins."""
-    size = max(1, BUDGET // max(1, width))
-    return [(i, x[i : i + size]) for i in range(0, len(x), size)]
 
 
 def _check_share(name: str, value: Any) -> None:

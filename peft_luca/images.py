@@ -124,7 +124,7 @@ def to_rgb(image: Any) -> Image.Image:
     An image in RGB, upright, of 8 bits a colour; of an animation the first frame.
 
     Alpha is dropped, and what lies under transparent pixels seen, as `Image.convert("RGB")` of Pillow has it and so
-    the image processors: paste such images on a ground of your own where it matters. Of 16 bits the upper 8 count.
+    the image processors: paste such images on a ground of your own where it matters. 16 bits are scaled to 8.
     Floats and 32-bit integers, whose white no file says, run from 0 to the first of 1, 255 and 65535 that holds all
     their values where these are whole numbers, to 1 where they are fractions, and to their largest where that is more.
 
