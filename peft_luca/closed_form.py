@@ -104,9 +104,9 @@ class Prototype(Classifier):
         means: Tensor | None = None,
     ) -> None:
         _check_share("shrinkage", shrinkage)
-        covariance, freedom = _pooled_covariance(statistics)
+        covariance, freedom = pooled_covariance(statistics)
         self.shrinkage = shrinkage = _ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
-        self.temperature = _temperature(temperature, len(covariance))
+        self.temperature = _temperature(temperature, math.sqrt(len(covariance)) / 3)
         shrunk = _shrunk(covariance, shrinkage)
         self.background = Background(statistics, covariance, float(torch.logdet(shrunk)))
         self.precision = torch.linalg.inv(shrunk).float()
@@ -129,36 +129,35 @@ class Gaussian(Classifier):
     A Gaussian per class: Σ_k = (1-γ)·[(1-α)·S_k + α·P] + γ·t_k·I, with S_k the class's covariance, P the pooled one
     and t_k the mean of the bracket's diagonal (Friedman 1989). Scores are -½·(x-μ)ᵀΣ_k⁻¹(x-μ) - ½·β·log|Σ_k|.
 
-    α and β are constants. γ is Ledoit & Wolf's strength for as many images as the bracket is worth, and so falls as
-    images come in. None of them is fitted to an image that is not in the statistics; see the routing page of the docs.
+    α falls as a class has more images: 1/(1 + 0.04·√(n-1)). This rule, β and the temperature, which is above 1 for
+    features have heavier tails than a Gaussian, were chosen by leave-one-out on training images of three data sets:
+    see the routing page of the docs. γ is Ledoit & Wolf's strength for as many images as the bracket is worth.
 
     Args:
         statistics ([`ClassStatistics`]): Pooled.
-        shrinkage (`float`, *optional*, defaults to `0.8`): α, 0 to 1.
+        shrinkage (`float`, *optional*): α of every class, 0 to 1, in place of the rule's.
         sphere (`float`, *optional*): γ, 0 to 1, in place of the rule's.
         volume (`float`, *optional*, defaults to `0.0`): β: how much the classes' volumes count; 1 in the density.
-        temperature (`float`, *optional*): Divides the scores; √d/3 by default.
+        temperature (`float`, *optional*): Divides the scores; 0.53·√d by default.
     """
 
     def __init__(
         self,
         statistics: ClassStatistics,
-        shrinkage: float = 0.8,
+        shrinkage: float | None = None,
         sphere: float | None = None,
         volume: float = 0.0,
         temperature: float | None = None,
     ) -> None:
         _check_share("shrinkage", shrinkage)
         _check_share("sphere", sphere)
-        covariance, pooled_freedom = _pooled_covariance(statistics)
+        covariance, pooled_freedom = pooled_covariance(statistics)
         d = len(covariance)
-        self.temperature = _temperature(temperature, d)
+        self.temperature = _temperature(temperature, 0.53 * math.sqrt(d))
+        counts = statistics.counts
+        alphas = 1 / (1 + 0.04 * (counts - 1).sqrt()) if shrinkage is None else torch.full_like(counts, shrinkage)
         if sphere is None:
-            # Images that (1-α)·S_k + α·P is worth: its variance is that of two means put together.
-            counts = statistics.counts
-            share = torch.where(counts > 1, 1 - shrinkage, 0.0)
-            variance = share**2 / (counts - 1).clamp(min=1) + (1 - share) ** 2 / max(pooled_freedom, 1.0)
-            sphere = _ledoit_wolf(covariance, 1 / float((counts * variance).sum() / counts.sum()))
+            sphere = sphere_strength(counts, alphas, covariance, pooled_freedom)
         self.sphere = sphere
         values, basis = torch.linalg.eigh(covariance)
         values = values.clamp(min=0)
@@ -167,8 +166,8 @@ class Gaussian(Classifier):
         inverse, rows, offsets = torch.empty_like(means), [], []
         volumes = torch.empty(len(means), dtype=torch.float64)
         for k, factor in enumerate(statistics.factors):
-            freedom = float(statistics.counts[k]) - 1
-            own = 0.0 if freedom == 0 else 1 - shrinkage  # a single image has no covariance of its own
+            freedom = float(counts[k]) - 1
+            own = 0.0 if freedom == 0 else 1 - float(alphas[k])  # a single image has no covariance of its own
             # Most of the time goes here: in float32, as the factors are.
             turned = (factor @ self.basis).double() * math.sqrt(own / max(freedom, 1))  # (r, d)
             # The diagonal that a low rank leaves out counts by its mean, so that one basis serves all classes.
@@ -226,7 +225,7 @@ class Ridge(Classifier):
                 "with ClassStatistics.collect(..., random_features=2000), or statistics_random_features=2000 in the "
                 "training arguments."
             )
-        self.temperature = _temperature(temperature, 1)
+        self.temperature = _temperature(temperature, 0.1)
         values, basis = torch.linalg.eigh(statistics.gram.double())
         values, sums = values.clamp(min=0), statistics.random_sums @ basis  # (C, M)
         images = float(statistics.counts.sum())
@@ -250,7 +249,7 @@ class Ridge(Classifier):
         return torch.relu(x @ self.projection.to(x)) @ self.weights.to(x).T
 
 
-def _pooled_covariance(statistics: ClassStatistics) -> tuple[Tensor, float]:
+def pooled_covariance(statistics: ClassStatistics) -> tuple[Tensor, float]:
     """Pooled covariance within classes, (d, d), in float64, and its degrees of freedom."""
     d = statistics.means.shape[1]
     total = torch.diag(statistics.remainder.double().sum(dim=0))
@@ -262,6 +261,22 @@ def _pooled_covariance(statistics: ClassStatistics) -> tuple[Tensor, float]:
         # One image a class, or the same again: nothing is known of the spread, so that only distances count.
         return torch.eye(d, dtype=torch.float64) / d, 0.0
     return total / freedom, freedom
+
+
+def sphere_strength(counts: Tensor, shrinkage: Tensor, covariance: Tensor, freedom: float) -> float:
+    """
+    γ of [`Gaussian`], between 0 and 1: Ledoit & Wolf's strength for as many images as (1-α)·S_k + α·P is worth.
+
+    Args:
+        counts (`torch.Tensor` of shape `(K,)`): Images of each class.
+        shrinkage (`torch.Tensor` of shape `(K,)`): α of each class.
+        covariance (`torch.Tensor` of shape `(d, d)`): P.
+        freedom (`float`): Its degrees of freedom.
+    """
+    share = torch.where(counts > 1, 1 - shrinkage, 0.0)
+    # The variance of two means put together.
+    variance = share**2 / (counts - 1).clamp(min=1) + (1 - share) ** 2 / max(freedom, 1.0)
+    return _ledoit_wolf(covariance, 1 / float((counts * variance).sum() / counts.sum()))
 
 
 def _log_known(scores: Tensor, background: Tensor, temperature: float) -> Tensor:
@@ -288,11 +303,10 @@ def _check_share(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be between 0 and 1, got {value}.")
 
 
-def _temperature(value: float | None, d: int) -> float:
+def _temperature(value: float | None, default: float) -> float:
     if value is not None and not 0 < value < math.inf:
         raise ValueError(f"temperature must be a finite number above 0, got {value}.")
-    # The features have heavier tails than a Gaussian of d dimensions: measured in docs/routing.md.
-    return math.sqrt(d) / 3 if value is None else float(value)
+    return default if value is None else float(value)
 
 
 # ---- as routers ----------------------------------------------------------------------------------------------------

@@ -264,15 +264,16 @@ def covariances(x, y):
     return means, own, scatter.sum(0) / (len(y) - 5), counts
 
 
-@pytest.mark.parametrize("strengths", [(0.8, None, 0.0), (0.3, 0.05, 1.0), (1.0, 0.2, 0.5)])
+@pytest.mark.parametrize("strengths", [(None, None, 0.0), (0.8, None, 0.0), (0.3, 0.05, 1.0), (1.0, 0.2, 0.5)])
 def test_gaussian_is_the_discriminant_written_out(strengths):
     shrinkage, sphere, volume = strengths
     x, y = images()
     means, own, pooled, counts = covariances(x, y)
     statistics = ClassStatistics.collect(x, y, NAMES, rank=None)
     gaussian = Gaussian(statistics, shrinkage, sphere, volume, temperature=2.0)
+    alphas = 1 / (1 + 0.04 * (counts - 1).sqrt()) if shrinkage is None else torch.full_like(counts, shrinkage)
+    alphas = torch.where(counts > 1, alphas, 1.0)
     if sphere is None:
-        alphas = torch.where(counts > 1, shrinkage, 1.0)
         variance = (1 - alphas) ** 2 / (counts - 1).clamp(min=1) + alphas**2 / (len(y) - 5)
         trace, square = pooled.trace(), pooled.square().sum()
         sphere = (square + trace**2) / (square - trace**2 / D) * (counts * variance).sum() / len(y)
@@ -281,8 +282,7 @@ def test_gaussian_is_the_discriminant_written_out(strengths):
     test = images(seed=9)[0]
     wanted = []
     for k in range(5):
-        alpha = shrinkage if counts[k] > 1 else 1.0
-        covariance = (1 - alpha) * own[k] + alpha * pooled
+        covariance = (1 - alphas[k]) * own[k] + alphas[k] * pooled
         covariance = (1 - sphere) * covariance + sphere * covariance.trace() / D * torch.eye(D).double()
         distance = ((test - means[k]) @ torch.linalg.inv(covariance) * (test - means[k])).sum(1)
         wanted.append(-0.5 * distance - 0.5 * volume * torch.logdet(covariance))

@@ -1,51 +1,104 @@
-"""The rule that chooses the gaussian router's constants, and that its results file is what the rule says."""
+"""The rule that chooses how the gaussian router shrinks, and that the package and its results file are what it says."""
 
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+
+from peft_luca.closed_form import Gaussian
+from peft_luca.statistics import ClassStatistics
 
 
 BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
+from strengths import RULES, left_out, shrinkage  # noqa: E402
 from strengths_choice import choose  # noqa: E402
 
 
+RESULTS = BENCHMARKS / "results"
+D = 5
+
+
 def measured(width, *rows):
-    names = "shrinkage", "sphere", "volume", "accuracy", "log-loss", "best temperature"
-    return {"width": width, "rows": [dict(zip(names, row, strict=True)) for row in rows]}
+    names = "rule", "constant", "images", "volume", "accuracy", "log-loss", "best temperature"
+    return {"width": width, "rows": [dict(zip(names, ("images", *row), strict=True)) for row in rows]}
 
 
-def test_data_sets_weigh_the_same_and_log_loss_decides_ties():
-    one = measured(100, (0.5, 0.1, 0.0, 0.9, 0.3, 5), (0.8, 0.1, 0.0, 0.8, 0.2, 2))
-    other = measured(400, (0.5, 0.1, 0.0, 0.6, 0.3, 5), (0.8, 0.1, 0.0, 0.7, 0.2, 16))
+def chosen():
+    return json.loads((RESULTS / "strengths_choice.json").read_text())
+
+
+def test_data_sets_weigh_the_same_however_many_rows_they_have_and_log_loss_decides_ties():
+    one = measured(100, (1.0, 10, 0.0, 0.9, 0.3, 5), (2.0, 10, 0.0, 0.8, 0.2, 2))
+    other = measured(
+        400,
+        (1.0, 10, 0.0, 0.5, 0.3, 5),
+        (1.0, 20, 0.0, 0.7, 0.3, 5),
+        (2.0, 10, 0.0, 0.6, 0.1, 4),
+        (2.0, 20, 0.0, 0.8, 0.3, 64),
+    )
     best, second = choose([one, other])
-    assert (best["shrinkage"], best["accuracy"], second["accuracy"]) == (0.8, 0.75, 0.75)
+    assert (best["constant"], best["accuracy"], second["accuracy"]) == (2.0, 0.75, 0.75)
     assert best["temperature over the root of the width"] == pytest.approx((0.2 * 0.8) ** 0.5)
 
 
 def test_refuses_files_of_different_grids():
     with pytest.raises(ValueError, match="different grids"):
-        choose([measured(4, (0.5, 0.1, 0.0, 0.9, 0.3, 5)), measured(4, (0.8, 0.1, 0.0, 0.9, 0.3, 5))])
+        choose([measured(4, (1.0, 10, 0.0, 0.9, 0.3, 5)), measured(4, (2.0, 10, 0.0, 0.9, 0.3, 5))])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_leaving_an_image_out_is_what_fitting_without_it_gives(rule):
+    torch.manual_seed(0)
+    y = torch.tensor([0] * 6 + [1] * 9 + [2] * 4)
+    x = torch.randn(len(y), D).double() + y[:, None]
+    alpha, gamma = partial(shrinkage, rule, RULES[rule][1], d=D), 1e-5
+    distances, volumes = left_out(x, y, alpha, gamma)
+    for i in (0, 7, 18):
+        rest = torch.arange(len(y)) != i
+        means = torch.stack([x[rest][y[rest] == k].mean(0) for k in range(3)])
+        scatter = torch.stack([(part := x[rest][y[rest] == k] - means[k]).T @ part for k in range(3)])
+        counts = y[rest].bincount().double()
+        for k, share in enumerate(1 - alpha(counts - 1)):
+            covariance = share * scatter[k] / (counts[k] - 1) + (1 - share) * scatter.sum(0) / (len(y) - 1 - 3)
+            covariance = (1 - gamma) * covariance + gamma * covariance.diagonal().mean() * torch.eye(D).double()
+            # The sphere's size is that of all images, so that the sphere is kept small here.
+            away = x[i] - means[k]
+            assert float(distances[i, k]) == pytest.approx(float(away @ covariance.inverse() @ away), rel=1e-3)
+            assert float(volumes[i, k]) == pytest.approx(float(torch.logdet(covariance)), abs=1e-3)
 
 
 def test_the_results_file_is_what_the_rule_says():
-    results = BENCHMARKS / "results"
-    sets = [json.loads((results / f"strengths_{name}.json").read_text()) for name in ("digits", "emoji", "letters")]
-    assert json.loads((results / "strengths_choice.json").read_text())["ranked"] == choose(sets)
+    sets = [json.loads((RESULTS / f"strengths_{name}.json").read_text()) for name in ("digits", "emoji", "letters")]
+    assert chosen()["ranked"] == choose(sets)
+
+
+def test_the_package_follows_the_rule():
+    best = chosen()["chosen"]
+    torch.manual_seed(0)
+    y = torch.arange(3).repeat_interleave(20)
+    statistics = ClassStatistics.collect(torch.randn(60, D), y, ["a", "b", "c"], rank=None)
+    alpha = shrinkage(best["rule"], best["constant"], torch.tensor([19.0]), D)
+    gaussian = Gaussian(statistics)
+    written_out = Gaussian(statistics, shrinkage=float(alpha), volume=best["volume"], temperature=gaussian.temperature)
+    x = torch.randn(10, D)
+    torch.testing.assert_close(gaussian.log_posterior(x), written_out.log_posterior(x))
+    assert gaussian.temperature / D**0.5 == pytest.approx(best["temperature over the root of the width"], abs=0.005)
 
 
 def test_the_routing_page_says_what_the_rule_chose():
     page = " ".join((BENCHMARKS.parent.parent / "docs" / "routing.md").read_text(encoding="utf-8").split())
     said = re.search(
-        r"It says (\S+) for the shrinkage, with (\S+) against (\S+) for (\S+), (\S+) for the volumes, and (\S+)·√d",
-        page,
+        r"accuracy of (\S+), the best constant \(([^)]+)\) one of (\S+); their log-losses are (\S+) and (\S+)\.", page
     )
-    choice = json.loads((BENCHMARKS / "results" / "strengths_choice.json").read_text())
+    choice = chosen()
     best = choice["chosen"]
-    other = next(row for row in choice["ranked"] if (row["shrinkage"], row["volume"]) == (0.8, 0.0))
-    expected = best["shrinkage"], best["accuracy"], other["accuracy"], 0.8, best["volume"]
-    assert tuple(float(value) for value in said.groups()[:5]) == expected
-    assert float(said.group(6)) == round(best["temperature over the root of the width"], 3)
+    constant = next(row for row in choice["ranked"] if row["rule"] == "constant")
+    assert (best["rule"], best["constant"], best["volume"]) == ("root of images", 0.04, 0.0)
+    assert tuple(float(value) for value in said.groups()) == (
+        best["accuracy"], constant["constant"], constant["accuracy"], best["log-loss"], constant["log-loss"]
+    )  # fmt: skip
