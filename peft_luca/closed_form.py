@@ -129,7 +129,7 @@ class Gaussian(Classifier):
     A Gaussian per class: Σ_k = (1-γ)·[(1-α)·S_k + α·P] + γ·t_k·I, with S_k the class's covariance, P the pooled one
     and t_k the mean of the bracket's diagonal (Friedman 1989). Scores are -½·(x-μ)ᵀΣ_k⁻¹(x-μ) - ½·β·log|Σ_k|.
 
-    α falls as a class has more images: 1/(1 + 0.04·√(n-1)). This rule, β and the temperature, which is above 1 for
+    α falls as a class has more images: 1/(1 + 0.13·(n-1)^¼). This rule, β and the temperature, which is above 1 for
     features have heavier tails than a Gaussian, were chosen by leave-one-out on training images of three data sets:
     see the routing page of the docs. γ is Ledoit & Wolf's strength for as many images as the bracket is worth.
 
@@ -138,7 +138,7 @@ class Gaussian(Classifier):
         shrinkage (`float`, *optional*): α of every class, 0 to 1, in place of the rule's.
         sphere (`float`, *optional*): γ, 0 to 1, in place of the rule's.
         volume (`float`, *optional*, defaults to `0.0`): β: how much the classes' volumes count; 1 in the density.
-        temperature (`float`, *optional*): Divides the scores; 0.53·√d by default.
+        temperature (`float`, *optional*): Divides the scores; √d/2 by default.
     """
 
     def __init__(
@@ -153,9 +153,9 @@ class Gaussian(Classifier):
         _check_share("sphere", sphere)
         covariance, pooled_freedom = pooled_covariance(statistics)
         d = len(covariance)
-        self.temperature = _temperature(temperature, 0.53 * math.sqrt(d))
+        self.temperature = _temperature(temperature, 0.5 * math.sqrt(d))
         counts = statistics.counts
-        alphas = 1 / (1 + 0.04 * (counts - 1).sqrt()) if shrinkage is None else torch.full_like(counts, shrinkage)
+        alphas = 1 / (1 + 0.13 * (counts - 1) ** 0.25) if shrinkage is None else torch.full_like(counts, shrinkage)
         if sphere is None:
             sphere = sphere_strength(counts, alphas, covariance, pooled_freedom)
         self.sphere = sphere

@@ -15,7 +15,7 @@ from .config import OWN_RECIPE
 from .routing import ROUTING_SCOPES, Oracle, RouterOptions, get_router
 
 
-# What a recipe gives to the fields that were left unset. Measured by examples/benchmarks/entropy.py.
+# What a recipe gives to the fields that were left unset. Measured by examples/benchmarks/run.py.
 RECIPES: dict[str, dict[str, Any]] = {
     "own": {
         "learning_rate": 1e-3,

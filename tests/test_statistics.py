@@ -271,7 +271,7 @@ def test_gaussian_is_the_discriminant_written_out(strengths):
     means, own, pooled, counts = covariances(x, y)
     statistics = ClassStatistics.collect(x, y, NAMES, rank=None)
     gaussian = Gaussian(statistics, shrinkage, sphere, volume, temperature=2.0)
-    alphas = 1 / (1 + 0.04 * (counts - 1).sqrt()) if shrinkage is None else torch.full_like(counts, shrinkage)
+    alphas = 1 / (1 + 0.13 * (counts - 1) ** 0.25) if shrinkage is None else torch.full_like(counts, shrinkage)
     alphas = torch.where(counts > 1, alphas, 1.0)
     if sphere is None:
         variance = (1 - alphas) ** 2 / (counts - 1).clamp(min=1) + alphas**2 / (len(y) - 5)

@@ -16,7 +16,7 @@ from peft_luca.statistics import ClassStatistics
 BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 from strengths import RULES, left_out, shrinkage  # noqa: E402
-from strengths_choice import choose  # noqa: E402
+from strengths_choice import choose, may_be_chosen  # noqa: E402
 
 
 RESULTS = BENCHMARKS / "results"
@@ -56,7 +56,7 @@ def test_leaving_an_image_out_is_what_fitting_without_it_gives(rule):
     torch.manual_seed(0)
     y = torch.tensor([0] * 6 + [1] * 9 + [2] * 4)
     x = torch.randn(len(y), D).double() + y[:, None]
-    alpha, gamma = partial(shrinkage, rule, RULES[rule][1], d=D), 1e-5
+    alpha, gamma = partial(shrinkage, rule, RULES[rule][1]), 1e-5
     distances, volumes = left_out(x, y, alpha, gamma)
     for i in (0, 7, 18):
         rest = torch.arange(len(y)) != i
@@ -74,7 +74,14 @@ def test_leaving_an_image_out_is_what_fitting_without_it_gives(rule):
 
 def test_the_results_file_is_what_the_rule_says():
     sets = [json.loads((RESULTS / f"strengths_{name}.json").read_text()) for name in ("digits", "emoji", "letters")]
-    assert chosen()["ranked"] == choose(sets)
+    ranked = choose(sets)
+    assert chosen()["ranked"] == ranked
+    assert chosen()["chosen"] == next(row for row in ranked if may_be_chosen(row))
+
+
+def test_a_rule_that_leaves_little_to_the_pooled_covariance_may_not_be_chosen():
+    rules = {("constant", 0.5): True, ("root of images", 0.03): True, ("root of images", 0.04): False}
+    assert {key: may_be_chosen({"rule": key[0], "constant": key[1]}) for key in rules} == rules
 
 
 def test_the_package_follows_the_rule():
@@ -82,7 +89,7 @@ def test_the_package_follows_the_rule():
     torch.manual_seed(0)
     y = torch.arange(3).repeat_interleave(20)
     statistics = ClassStatistics.collect(torch.randn(60, D), y, ["a", "b", "c"], rank=None)
-    alpha = shrinkage(best["rule"], best["constant"], torch.tensor([19.0]), D)
+    alpha = shrinkage(best["rule"], best["constant"], torch.tensor([19.0]))
     gaussian = Gaussian(statistics)
     written_out = Gaussian(statistics, shrinkage=float(alpha), volume=best["volume"], temperature=gaussian.temperature)
     x = torch.randn(10, D)
@@ -93,12 +100,15 @@ def test_the_package_follows_the_rule():
 def test_the_routing_page_says_what_the_rule_chose():
     page = " ".join((BENCHMARKS.parent.parent / "docs" / "routing.md").read_text(encoding="utf-8").split())
     said = re.search(
-        r"accuracy of (\S+), the best constant \(([^)]+)\) one of (\S+); their log-losses are (\S+) and (\S+)\.", page
+        r"1/\(1 \+ (\S+)·\(n-1\)\^¼\).* among (\d+) candidates.* mean accuracy of (\S+), the best constant \(([^)]+)\) one of "
+        r"(\S+); their log-losses are (\S+) and (\S+)\. .* the best of which has (\S+)\.",
+        page,
     )
     choice = chosen()
-    best = choice["chosen"]
+    best, first = choice["chosen"], choice["ranked"][0]
     constant = next(row for row in choice["ranked"] if row["rule"] == "constant")
-    assert (best["rule"], best["constant"], best["volume"]) == ("root of images", 0.04, 0.0)
+    assert (best["rule"], best["volume"]) == ("fourth root of images", 0.0)
     assert tuple(float(value) for value in said.groups()) == (
-        best["accuracy"], constant["constant"], constant["accuracy"], best["log-loss"], constant["log-loss"]
+        best["constant"], len(choice["ranked"]), best["accuracy"], constant["constant"], constant["accuracy"],
+        best["log-loss"], constant["log-loss"], first["accuracy"],
     )  # fmt: skip

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "assets"))
 from make_backbone import HELD_OUT_ALPHABETS, augment, render
 
 
-TRAIN, TEST = 20, 2  # images of a letter; `strengths.py` reads no test image, a stream needs some
+TRAIN, TEST = 300, 2  # images of a letter; `strengths.py` reads no test image, a stream needs some
 
 
 def main(folder: Path) -> None:

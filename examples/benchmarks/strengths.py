@@ -25,14 +25,15 @@ from peft_luca.closed_form import pooled_covariance, sphere_strength
 from peft_luca.statistics import ClassStatistics
 
 
-# How far a class of n images may be shrunk toward the pooled covariance, by families of rules: name → constants.
+# How far a class is shrunk toward the pooled covariance, by families of rules: name → constants c. Of n images, which
+# are n-1 degrees of freedom: c itself, or 1 / (1 + c·(n-1)^p) with this power p.
 RULES: dict[str, tuple[float, ...]] = {
     "constant": (0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0),
-    "root of images": (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06),
-    "images": (100, 200, 400, 800, 1600),
-    "root of images by width": (0.05, 0.1, 0.2, 0.3, 0.4, 0.6),
-    "images by width": (0.5, 1.0, 2.0, 4.0, 8.0),
+    "fourth root of images": (0.04, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2, 0.25),
+    "root of images": (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1),
+    "images": (0.000625, 0.00125, 0.0025, 0.005, 0.01),
 }
+POWERS = {"fourth root of images": 0.25, "root of images": 0.5, "images": 1.0}
 TEMPERATURES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20)
 
 
@@ -46,17 +47,11 @@ class StrengthArguments(BenchmarkArguments):
     volumes: list[float] = field(default_factory=lambda: [0.0, 0.5, 1.0], metadata={"help": "Values of β."})
 
 
-def shrinkage(rule: str, constant: float, freedom: Tensor, d: int) -> Tensor:
+def shrinkage(rule: str, constant: float, freedom: Tensor) -> Tensor:
     """α of classes of so many degrees of freedom (images less one), (K,)."""
     if rule == "constant":
         return torch.full_like(freedom, constant)
-    if rule == "root of images":
-        return 1 / (1 + constant * freedom.sqrt())
-    if rule == "images":
-        return constant / (constant + freedom)
-    if rule == "root of images by width":
-        return 1 / (1 + constant * (freedom / d).sqrt())
-    return constant * d / (constant * d + freedom)
+    return 1 / (1 + constant * freedom ** POWERS[rule])
 
 
 def left_out(x: Tensor, y: Tensor, alpha: Callable[[Tensor], Tensor], gamma: float) -> tuple[Tensor, Tensor]:
@@ -112,7 +107,7 @@ def main() -> None:
         pooled = pooled_covariance(ClassStatistics.collect(x, y, classes, rank=None))
         for rule, constants in RULES.items():
             for constant in constants:
-                alpha = partial(shrinkage, rule, constant, d=x.shape[1])
+                alpha = partial(shrinkage, rule, constant)
                 gamma = sphere_strength(counts, alpha(counts - 1), *pooled)
                 distances, volumes = left_out(x, y, alpha, gamma)
                 for beta in args.volumes:
