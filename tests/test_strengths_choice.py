@@ -1,4 +1,4 @@
-"""The rule that chooses how the gaussian router shrinks, and that the package and its results file are what it says."""
+"""How the gaussian router shrinks is chosen by a rule, and the package and the results are what it says."""
 
 import json
 import re
@@ -100,8 +100,8 @@ def test_the_package_follows_the_rule():
 def test_the_routing_page_says_what_the_rule_chose():
     page = " ".join((BENCHMARKS.parent.parent / "docs" / "routing.md").read_text(encoding="utf-8").split())
     said = re.search(
-        r"1/\(1 \+ (\S+)·\(n-1\)\^¼\).* among (\d+) candidates.* mean accuracy of (\S+), the best constant \(([^)]+)\) one of "
-        r"(\S+); their log-losses are (\S+) and (\S+)\. .* the best of which has (\S+)\.",
+        r"1/\(1 \+ (\S+)·\(n-1\)\^¼\).* among (\d+) candidates.* mean accuracy of (\S+), the best constant "
+        r"\(([^)]+)\) one of (\S+); their log-losses are (\S+) and (\S+)\. .* the best of which has (\S+)\.",
         page,
     )
     choice = chosen()

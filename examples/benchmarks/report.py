@@ -317,17 +317,19 @@ paper's recipe runs on [CLS] without augmentation here.
 
 ## Ablations
 
-One change at a time from the own recipe, mean ± deviation over 3 class orders (`ablations.py`). Zeros: share of a LuCA module's
-parameters that are exactly zero, which the penalty's gradient never makes and its proximal step does. Overlap, of two experts: numbers
-that neither has at zero among those that one has not. Cosine: of their weight matrices. Subspaces: cosine of the principal angles between
-the row spaces of their first weights, root mean square; random ones have the root of 1 over the reduction, 0.25 for 16.
+One change at a time from the own recipe, mean ± deviation over 3 class orders (`ablations.py`). Zeros: share of a LuCA
+module's parameters that are exactly zero, which the penalty's gradient never makes and its proximal step does. Overlap,
+of two experts: numbers that neither has at zero among those that one has not. Cosine: of their weight matrices.
+Subspaces: cosine of the principal angles between the row spaces of their first weights, root mean square; random ones
+have the root of 1 over the reduction, 0.25 for 16.
 
 {ablations}
 ## Ways to better `entropy` routing
 
 One change at a time from the own recipe on emoji in 14 tasks, mean ± deviation over {orders} class orders
-(`results/entropy_paths_emoji.json`); [routing](routing.md#tried) says what was learnt from it. "Strangers" are pseudo-features drawn from the
-statistics of other experts' classes: experts trained on them depend on which others there are.
+(`results/entropy_paths_emoji.json`); [routing](routing.md#tried) says what was learnt from it. "Strangers" are
+pseudo-features drawn from the statistics of other experts' classes: experts trained on them depend on which others
+there are.
 
 {paths}
 ## What a module does to [CLS]
