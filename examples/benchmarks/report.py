@@ -317,11 +317,11 @@ paper's recipe runs on [CLS] without augmentation here.
 
 ## Ablations
 
-One change at a time from the own recipe, mean ± deviation over 3 class orders (`ablations.py`). Zeros: share of a LuCA
-module's parameters that are exactly zero, which the penalty's gradient never makes and its proximal step does. Overlap,
-of two experts: numbers that neither has at zero among those that one has not. Cosine: of their weight matrices.
-Subspaces: cosine of the principal angles between the row spaces of their first weights, root mean square; random ones
-have the root of 1 over the reduction, 0.25 for 16.
+One change at a time from the own recipe, mean ± deviation over 3 class orders (`ablations.py`). Zeros: share of a
+LuCA module's parameters that are exactly zero, which the penalty's gradient never makes and its proximal step does.
+Overlap, of two experts: numbers that neither has at zero among those that one has not. Cosine: of their weight
+matrices. Subspaces: cosine of the principal angles between the row spaces of their first weights, root mean square;
+random ones have the root of 1 over the reduction, 0.25 for 16.
 
 {ablations}
 ## Ways to better `entropy` routing
