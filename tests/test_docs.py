@@ -337,6 +337,17 @@ def test_figures_of_the_routing_page_are_those_of_its_results():
     assert compared >= 50
 
 
+def test_the_routing_pages_costs_are_those_of_its_results():
+    table = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8").split("## Cost")[1].split("\n\n")[2]
+    said = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n")[2:]]
+    rows = results_of("routing_cost_scale.json", "rows")
+    shares = [row["share of the backbone's time, median"] for row in rows]
+    assert [line[2].replace("`", "") for line in said] == [row["router"] for row in rows]
+    for line, row, share in zip(said, rows, shares, strict=True):
+        assert [int(cell) for cell in line[:2]] == [row["experts"], row["classes"]]
+        assert line[3:] == [f"{100 * share:.1f} %", f"{row['made ready once, seconds']:.1f} s"]
+
+
 def test_figures_of_the_cost_page_are_those_of_its_results():
     text = " ".join((ROOT / "docs" / "cost.md").read_text(encoding="utf-8").split())
     speed, overhead, memory = (results_of(f"{name}.json") for name in ("speed", "overhead", "memory"))
