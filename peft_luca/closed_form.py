@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .statistics import BLOCK, ClassStatistics, pool, projection
+from .statistics import ClassStatistics, pool, projection
 from .untrusted import InvalidExpertError
 
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 # Numbers of (images, factor rows) that are in memory at a time.
 BUDGET = 2**24
-# Variance of unit features below which images count as the same one: that of float32's rounding.
-LEAST_VARIANCE = 1e-12
 # Beyond this a classifier's scores could overflow in float32.
 MAX_COEFFICIENT = 1e30
 
@@ -41,7 +39,10 @@ class Classifier:
 
     def move(self, device: torch.device) -> None:
         """Take every tensor to a device, once: what is called for each batch finds it there."""
-        _move(self, device)
+        for part in _parts(self):
+            for name, value in vars(part).items():
+                if isinstance(value, Tensor):
+                    setattr(part, name, value.to(device))
 
     def scores(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -54,12 +55,14 @@ class Classifier:
         return x.new_zeros(x.shape[0])
 
 
-def _move(holder: Any, device: torch.device) -> None:
-    for name, value in vars(holder).items():
-        if isinstance(value, Tensor):
-            setattr(holder, name, value.to(device))
+def _parts(classifier: Classifier) -> Iterator[Any]:
+    """A classifier, and what it is made of."""
+    yield classifier
+    for value in vars(classifier).values():
+        if isinstance(value, Classifier):
+            yield from _parts(value)
         elif isinstance(value, Background):
-            _move(value, device)
+            yield value
 
 
 class Background:
@@ -104,7 +107,7 @@ class Prototype(Classifier):
         means: Tensor | None = None,
     ) -> None:
         _check_share("shrinkage", shrinkage)
-        covariance, freedom = pooled_covariance(statistics)
+        covariance, freedom = statistics.within
         self.shrinkage = shrinkage = _ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
         self.temperature = _temperature(temperature, math.sqrt(len(covariance)) / 3)
         shrunk = _shrunk(covariance, shrinkage)
@@ -138,7 +141,7 @@ class Gaussian(Classifier):
         shrinkage (`float`, *optional*): α of every class, 0 to 1, in place of the rule's.
         sphere (`float`, *optional*): γ, 0 to 1, in place of the rule's.
         volume (`float`, *optional*, defaults to `0.0`): β: how much the classes' volumes count; 1 in the density.
-        temperature (`float`, *optional*): Divides the scores; √d/2 by default.
+        temperature (`float`, *optional*): Divides the scores; 0.44·√d by default.
     """
 
     def __init__(
@@ -151,9 +154,9 @@ class Gaussian(Classifier):
     ) -> None:
         _check_share("shrinkage", shrinkage)
         _check_share("sphere", sphere)
-        covariance, pooled_freedom = pooled_covariance(statistics)
+        covariance, pooled_freedom = statistics.within
         d = len(covariance)
-        self.temperature = _temperature(temperature, 0.5 * math.sqrt(d))
+        self.temperature = _temperature(temperature, 0.44 * math.sqrt(d))
         counts = statistics.counts
         alphas = 1 / (1 + 0.13 * (counts - 1) ** 0.25) if shrinkage is None else torch.full_like(counts, shrinkage)
         if sphere is None:
@@ -184,8 +187,8 @@ class Gaussian(Classifier):
             volumes[k] = diagonal.log().sum() + 2 * lower.diagonal().log().sum()
             rows.append(reduced.float())
             offsets.append((reduced @ means[k]).float())
-        # The mean of the log-volumes by which classes do not differ, as far as they are left out of the scores.
-        self.background = Background(statistics, covariance, (1 - volume) * float(volumes.mean()))
+        # Whether an image is of any class is judged by the pooled covariance: the classes' own differ in volume.
+        self.pooled = Prototype(statistics)
         self.inverse = inverse.float()
         self.linear = (means * inverse).float()
         self.constant = (-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float()
@@ -203,7 +206,7 @@ class Gaussian(Classifier):
         return scores + 0.5 * torch.cat(parts)
 
     def log_known(self, x: Tensor) -> Tensor:
-        return _log_known(self.scores(x), self.background.scores(x), self.temperature)
+        return self.pooled.log_known(x)
 
 
 class Ridge(Classifier):
@@ -247,20 +250,6 @@ class Ridge(Classifier):
 
     def scores(self, x: Tensor) -> Tensor:
         return torch.relu(x @ self.projection.to(x)) @ self.weights.to(x).T
-
-
-def pooled_covariance(statistics: ClassStatistics) -> tuple[Tensor, float]:
-    """Pooled covariance within classes, (d, d), in float64, and its degrees of freedom."""
-    d = statistics.means.shape[1]
-    total = torch.diag(statistics.remainder.double().sum(dim=0))
-    # Products in float32, as the factors are, a block at a time; their sum in float64.
-    for rows in torch.cat(statistics.factors).split(BLOCK):
-        total += rows.T @ rows
-    freedom = float(statistics.counts.sum()) - len(statistics.counts)
-    if freedom < 1 or not total.trace() / freedom > LEAST_VARIANCE:
-        # One image a class, or the same again: nothing is known of the spread, so that only distances count.
-        return torch.eye(d, dtype=torch.float64) / d, 0.0
-    return total / freedom, freedom
 
 
 def sphere_strength(counts: Tensor, shrinkage: Tensor, covariance: Tensor, freedom: float) -> float:
@@ -454,8 +443,7 @@ def _make(kind: type[Classifier], statistics: ClassStatistics, **options: Any) -
         classifier = kind(statistics, **options)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise InvalidExpertError(f"{UNUSABLE}: {error}") from error
-    parts = [classifier, *(part for part in vars(classifier).values() if isinstance(part, Background))]
-    values = [value for part in parts for value in vars(part).values() if isinstance(value, (Tensor, float))]
+    values = [v for part in _parts(classifier) for v in vars(part).values() if isinstance(v, (Tensor, float))]
     if not all((torch.as_tensor(value).abs() <= MAX_COEFFICIENT).all() for value in values):
         raise InvalidExpertError(f"{UNUSABLE}: numbers in it are not finite, or very large.")
     return classifier

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ RANDOM_SEED = 0
 # Images, or rows, that are in float64 at a time.
 BLOCK = 4096
 MAX_IMAGES = 1e12  # of a class
+# Variance of unit features below which images count as the same one: that of float32's rounding.
+LEAST_VARIANCE = 1e-12
 TOLERANCE = 1e-3  # of numbers in a file, which were rounded to float32
 
 
@@ -131,6 +134,20 @@ class ClassStatistics:
                 sums.index_add_(0, y, h)
             gram = gram.float()
         return cls(tuple(classes), counts.double(), means, tuple(factors), remainder.float(), errors, gram, sums)
+
+    @cached_property
+    def within(self) -> tuple[Tensor, float]:
+        """Pooled covariance within classes, (d, d), in float64, and its degrees of freedom."""
+        d = self.means.shape[1]
+        total = torch.diag(self.remainder.double().sum(dim=0))
+        # Products in float32, as the factors are, a block at a time; their sum in float64.
+        for rows in torch.cat(self.factors).split(BLOCK):
+            total += rows.T @ rows
+        freedom = float(self.counts.sum()) - len(self.counts)
+        if freedom < 1 or not total.trace() / freedom > LEAST_VARIANCE:
+            # One image a class, or the same again: nothing is known of the spread, so that only distances count.
+            return torch.eye(d, dtype=torch.float64) / d, 0.0
+        return total / freedom, freedom
 
     @property
     def nbytes(self) -> int:

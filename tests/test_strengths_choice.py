@@ -39,7 +39,7 @@ def test_data_sets_weigh_the_same_however_many_rows_they_have_and_log_loss_decid
         (1.0, 10, 0.0, 0.5, 0.3, 5),
         (1.0, 20, 0.0, 0.7, 0.3, 5),
         (2.0, 10, 0.0, 0.6, 0.1, 4),
-        (2.0, 20, 0.0, 0.8, 0.3, 64),
+        (2.0, 20, 0.0, 0.8, 0.3, 16),
     )
     best, second = choose([one, other])
     assert (best["constant"], best["accuracy"], second["accuracy"]) == (2.0, 0.75, 0.75)

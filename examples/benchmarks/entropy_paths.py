@@ -32,6 +32,10 @@ from peft_luca.routing import entropy
 from peft_luca.statistics import ClassStatistics
 
 
+# Of the closed form that LuCA corrects, or is mixed with, over the root of the width.
+CLOSED_TEMPERATURE = 0.5
+
+
 # ---- outlier exposure, and LuCA as a correction --------------------------------------------------------------------
 
 
@@ -99,7 +103,13 @@ class Correction(FeatureTrainer):
             train = self.features(self._task, "train")
             own = self._ids(train.labels, self._task.classes)
             x = self.tuner.layer.unit_features(train.features.double(), name)
-            self.closed = name, Gaussian(ClassStatistics.collect(x, own, self._task.classes))
+            self.closed = (
+                name,
+                Gaussian(
+                    ClassStatistics.collect(x, own, self._task.classes),
+                    temperature=CLOSED_TEMPERATURE * x.shape[1] ** 0.5,
+                ),
+            )
         prior = self.closed[1].log_posterior(self.tuner.layer.unit_features(z, name))
         scores = self.tuner.layer.own_scores(z, name)
         loss = super().compute_loss(model, dict(inputs), return_outputs, num_items_in_batch)
@@ -218,11 +228,11 @@ def measure(trainer: FeatureTrainer, features: Features, variant: str) -> dict[s
     if "none of mine" in variant:
         none = torch.stack([F.pad(layer.own_scores(z, t), (0, 1)).log_softmax(1)[:, -1] for t in names], dim=1)
         figures["lowest probability of none"] = right(own[torch.arange(len(z)), none.argmin(1)].argmax(1))
+    closed = {"temperature": CLOSED_TEMPERATURE * layer.width**0.5}
     if variant == "correction of the closed form":
-        figures["hybrid"] = right(ask(layer, "hybrid", z).logits.argmax(1))
-        figures["hybrid, the expert alone for its classes"] = right(
-            ask(layer, "hybrid", z, expert_weight=1.0).logits.argmax(1)
-        )
+        figures["hybrid"] = right(ask(layer, "hybrid", z, **closed).logits.argmax(1))
+        alone = ask(layer, "hybrid", z, expert_weight=1.0, **closed)
+        figures["hybrid, the expert alone for its classes"] = right(alone.logits.argmax(1))
     if variant == "the recipe":
         figures |= {
             f"temperature {t:g}": right(ask(layer, "entropy", z, temperature=t).logits.argmax(1))
@@ -232,7 +242,7 @@ def measure(trainer: FeatureTrainer, features: Features, variant: str) -> dict[s
             scores = layer.scores(z)[0] / temperatures[:, None]
             chosen = entropy(scores).argmin(1)
             figures[f"a temperature per expert, {of}"] = right(scores[torch.arange(len(z)), chosen].argmax(1))
-        prior = ask(layer, "gaussian", z).logits[:, None]
+        prior = ask(layer, "gaussian", z, **closed).logits[:, None]
         for weight in (0.25, 1.0):
             sums = prior + weight * layer.scores(z)[0].log_softmax(2)
             chosen = entropy(sums).argmin(1)
@@ -247,7 +257,7 @@ def measure(trainer: FeatureTrainer, features: Features, variant: str) -> dict[s
                     (few.expert == full.expert).float().mean()
                 )
         for router in ("gaussian", "hybrid"):
-            figures[router] = right(ask(layer, router, z).logits.argmax(1))
+            figures[router] = right(ask(layer, router, z, **closed).logits.argmax(1))
     layer.set_router(None, {})
     return figures
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, HfArgumentParser
 
 from peft_luca import LucaConfig
-from peft_luca.closed_form import pooled_covariance, sphere_strength
+from peft_luca.closed_form import sphere_strength
 from peft_luca.statistics import ClassStatistics
 
 
@@ -104,7 +104,7 @@ def main() -> None:
         kept = torch.cat([order[labels[order] == k][:images] for k in range(len(classes))])
         x, y = unit[kept], labels[kept]
         counts = y.bincount().double()
-        pooled = pooled_covariance(ClassStatistics.collect(x, y, classes, rank=None))
+        pooled = ClassStatistics.collect(x, y, classes, rank=None).within
         for rule, constants in RULES.items():
             for constant in constants:
                 alpha = partial(shrinkage, rule, constant)

@@ -3,7 +3,7 @@ Choose the `gaussian` router's rule and constants from the leave-one-out figures
 read. Every data set has the same weight, and within it every number of images a class. How a class is shrunk, and how
 much volumes count: the highest mean accuracy; where four decimals are equal, the lower log-loss. Only rules that leave
 at least half of the weight to the pooled covariance with 1,000 images a class, which no data set here has, may be
-chosen. Temperature: √d times the geometric mean of (best temperature)/√d there.
+chosen. Temperature: √d times the geometric mean of (best temperature)/√d there, with all images.
 
     cd examples/benchmarks/results
     python ../strengths_choice.py strengths_digits.json strengths_emoji.json strengths_letters.json
@@ -33,7 +33,7 @@ def choose(sets: list[dict[str, Any]]) -> list[dict[str, Any]]:
         rows = [[row for row in found["rows"] if key_of(row) == (rule, constant, volume)] for found in sets]
         roots = [math.sqrt(found["width"]) for found in sets]
         ratios = [
-            geometric_mean(row["best temperature"] / root for row in own)
+            max(own, key=lambda row: row["images"])["best temperature"] / root
             for own, root in zip(rows, roots, strict=True)
         ]
         ranked.append(
