@@ -337,6 +337,27 @@ def test_figures_of_the_routing_page_are_those_of_its_results():
     assert compared >= 50
 
 
+def test_figures_of_abstaining_are_those_of_the_results():
+    text = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8")
+    table = text.split("Rejecting classes")[1].split("## Statistics")[0]
+    summaries = [results_of(f"routing_{name}.json", "summary") for name in ("digits", "emoji_14", "emoji_29")]
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", table, re.M)
+    assert len(rows) == len(summaries[0])
+    for router, cells in rows:
+        found = [next(figures for name, figures in s.items() if name.split()[0] == router) for s in summaries]
+        wanted = [figures[key]["mean"] for figures in found for key in ("unknown_auroc", "calibration_error")]
+        assert list(map(float, cells.split("|"))) == [round(value, 3) for value in wanted], router
+
+
+def test_what_was_tried_has_the_figures_of_its_results():
+    tried = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8").split("For `entropy`, on emoji")[1]
+    summary = results_of("entropy_paths_emoji.json", "summary")
+    measured = {f"{figure['mean']:.3f}" for figures in summary.values() for figure in figures.values()}
+    said = re.findall(r"\b0\.\d{3}\b", tried)
+    assert len(said) >= 15
+    assert set(said) <= measured, "each is a mean in entropy_paths_emoji.json"
+
+
 def test_the_routing_pages_costs_are_those_of_its_results():
     table = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8").split("## Cost")[1].split("\n\n")[2]
     said = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n")[2:]]
