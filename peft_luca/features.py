@@ -139,7 +139,7 @@ def digest_images(dataset: Any, image_column: str) -> str:
                 content = read_bytes(image)
             except SourceGoneError:
                 raise
-            except OSError:  # there is no such file
+            except (OSError, ValueError):  # there is no such file, or cannot be
                 digest.update(b"-1 ")
             else:
                 digest.update(f"{len(content)} ".encode() + content)

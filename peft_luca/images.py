@@ -182,7 +182,7 @@ def read_bytes(image: dict[str, Any]) -> bytes:
 
     Raises:
         OSError: there is no such file, or it may not be read.
-        SourceGoneError: the file's folder, disk or server is not there any more.
+        SourceGoneError: the file's folder, archive, disk or server is not there any more, or the folder is empty.
     """
     path, content = image["path"], image["bytes"]
     if content is not None:
@@ -192,17 +192,36 @@ def read_bytes(image: dict[str, Any]) -> bytes:
     try:
         with datasets.utils.file_utils.xopen(path, "rb") as file:
             return bytes(file.read())
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        folder = os.path.dirname(path)
-        if "://" in path or os.path.isdir(folder or "."):
+    except ValueError:  # no path at all
+        raise
+    except Exception as error:
+        reason = _gone(path, error)
+        if reason is None:
             raise
-        raise SourceGoneError(_gone(path, "its folder is not there any more")) from error
-    except OSError as error:
-        raise SourceGoneError(_gone(path, str(error))) from error
+        raise SourceGoneError(
+            f"{path} cannot be read: {reason}. No image was left out for that: bring it back, and start again"
+        ) from error
 
 
-def _gone(path: str, reason: str) -> str:
-    return f"{path} cannot be read: {reason}. No image was left out for that: bring it back, and start again"
+def _gone(path: str, error: Exception) -> str | None:
+    """What is missing with a file: its folder, archive, disk or server. `None` where it is the file alone."""
+    if not isinstance(error, FileNotFoundError | IsADirectoryError | PermissionError):
+        return str(error)
+    archive, outer = "::" in path, path.split("::")[-1].removeprefix("file://")
+    if "://" in outer:
+        # fsspec says of whatever an HTTP server answers, and of none, that there is no such file
+        answered = getattr(error.__cause__, "status", None) in (404, 410) or not outer.startswith("http")
+        return None if answered and isinstance(error, FileNotFoundError) else repr(error.__cause__ or error)
+    if archive:
+        return None if os.path.isfile(outer) else "its archive is not there any more"
+    try:
+        beside = os.listdir(os.path.dirname(outer) or ".")
+    except FileNotFoundError:
+        return "its folder is not there any more"
+    except OSError as closed:
+        return str(closed)
+    # So a disk looks that is not mounted, with what a desktop may leave in its place.
+    return None if any(not name.startswith(".") for name in beside) else "its folder is empty"
 
 
 def undecoded(dataset: Any, image_column: str) -> Any:

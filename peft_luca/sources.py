@@ -168,22 +168,23 @@ def _on_disk(dataset: Any) -> Any:
     for name, feature in (features or {}).items():
         if isinstance(feature, Image):  # as it is encoded: decoded and encoded again it would not be the same
             dataset = dataset.cast_column(name, Image(decode=False))
-    rows, read = dataset, 0
+    rows, read, ended = dataset, 0, False
 
     def counted() -> Iterator[Any]:
-        nonlocal read
+        nonlocal read, ended
         for row in rows:
             yield row
             read += 1
+        ended = True
 
     folder = tempfile.mkdtemp(prefix="peft_luca_stream_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        if next(iter(rows), None) is None:
-            return Dataset.from_dict({name: [] for name in features or ()}, features=features)
         encoded = Dataset.from_generator(counted, features=rows.features, cache_dir=folder)
         return encoded if features is None else encoded.cast(features)
     except Exception as error:
+        if ended and not read:  # no fault, and nothing to make a file of
+            return Dataset.from_dict({name: [] for name in features or ()}, features=features)
         cause = error.__cause__ or error
         raise ValueError(
             f"the streaming dataset broke off after {read} rows: {cause!r}. None of them was kept: mend its source, "

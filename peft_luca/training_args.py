@@ -175,6 +175,9 @@ class ContinualTrainingArguments(TrainingArguments):
                 "fp16=True needs an accelerator, and on the CPU it would be passed over in silence. Use bf16=True, "
                 "which the CPU has, or neither."
             )
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if not (self.num_train_epochs or 0) >= 0:
             raise ValueError(f"num_train_epochs must be a number of at least 0, got {self.num_train_epochs}.")
         if self.max_steps == 0 or self.max_steps < -1:

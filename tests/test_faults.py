@@ -120,6 +120,9 @@ def test_so_many_steps_for_each_task(out):
         ({"num_train_epochs": -1}, "num_train_epochs must be a number of at least 0, got -1"),
         ({"num_train_epochs": float("nan")}, "num_train_epochs must be .*, got nan"),
         ({"fp16": True}, "fp16=True needs an accelerator.* Use bf16=True"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1, got 0"),
+        ({"per_device_eval_batch_size": -1}, "per_device_eval_batch_size must be at least 1, got -1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, got 0"),
     ],
 )
 def test_settings_that_would_be_passed_over_are_refused(out, settings, message):
