@@ -108,7 +108,8 @@ class ImageCollator:
         text = json.dumps([self.seed, self.view, row[ROW]])
         return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
 
-    def _label(self, label: int) -> int:
+    def _label(self, label: Any) -> Any:
+        label = label.item() if hasattr(label, "item") else label  # as a format of the dataset has it
         if self.label_ids is None:
             return label
         if label not in self.label_ids:
@@ -133,6 +134,7 @@ def to_rgb(image: Any) -> Image.Image:
 
     Raises:
         OSError, ValueError: it cannot be read.
+        TypeError: it is no image.
         SourceGoneError: what it is read from is not there any more.
     """
     if isinstance(image, dict):
@@ -143,6 +145,8 @@ def to_rgb(image: Any) -> Image.Image:
             raise ValueError(
                 f"{error} Make it smaller or, if you trust it, set PIL.Image.MAX_IMAGE_PIXELS."
             ) from error
+    if not isinstance(image, Image.Image):
+        raise TypeError(f"found a {type(image).__name__}; needed a PIL image, or its bytes or path in a dict")
     image = _upright(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _to_eight_bits(image)

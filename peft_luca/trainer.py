@@ -534,8 +534,12 @@ class ContinualTrainer(Trainer):
 
     def _as_kept(self, dataset: Any) -> Any:
         """Images that our own collator decodes, as everywhere."""
-        own = isinstance(self.data_collator, ImageCollator)
-        return undecoded(dataset, self.stream.image_column) if own else dataset
+        if not isinstance(self.data_collator, ImageCollator):
+            return dataset
+        column, columns = self.stream.image_column, getattr(dataset, "column_names", None)
+        if columns is not None and column not in columns:
+            raise ValueError(f"the dataset has the columns {columns}, but needs its images in a column {column!r}.")
+        return undecoded(dataset, column)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._loss_batches:
