@@ -82,6 +82,7 @@ def read_image_folder(root: Path) -> DatasetDict | None:
     Raises:
         ValueError: images lie where it cannot be told which class they are of.
     """
+    root = root.absolute()
     files = sorted(_files(root)) if root.is_dir() else []
     images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
     described = any(file.name in DESCRIBED or file.suffix in TABLES for file in files)
@@ -97,6 +98,14 @@ def read_image_folder(root: Path) -> DatasetDict | None:
             raise ValueError(
                 f"the images in {root} lie in {_names(below)}, which may be splits or classes: put a folder for each "
                 "class into them, or, if they are classes, put them into a folder 'train'"
+            )
+        # Above the classes' folders: what is read as one would mix them.
+        inner = [{SPLITS[p.lower()] for p in i.relative_to(root).parts[:-2] if p.lower() in SPLITS} for i in images]
+        splits = set.union(*inner)
+        if len(splits) > 1 or all(inner):
+            first = images[[bool(found) for found in inner].index(True)]
+            raise ValueError(
+                f"{root} has its splits {_names(splits)} further down, as in {first}: pass the folder they lie in"
             )
         groups = {"train": (root, images)}
     else:

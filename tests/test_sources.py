@@ -111,6 +111,19 @@ def test_the_folder_that_an_image_lies_in_is_its_class(folder):
     }  # fmt: skip
 
 
+def test_a_class_of_classes_may_be_called_as_a_split_is(folder):
+    files = {"vehicles/train/steam/1.png": 1, "vehicles/bus/city/2.png": 2}
+    assert read(folder(files)) == {"city": ([2], []), "steam": ([1], [])}
+
+
+def test_a_folder_stays_where_it_is_when_the_process_goes_elsewhere(folder, monkeypatch, tmp_path):
+    folder({"a/1.png": 1})
+    monkeypatch.chdir(tmp_path)
+    stream = TaskStream.from_dataset("data")
+    monkeypatch.chdir("/")
+    assert contents(stream) == {"a": ([1], [])}
+
+
 def test_names_of_any_alphabet(folder):
     files = {"猫/ä ö.png": 1, "собака/b #1%20.png": 2, "café/[c].png": 3}
     assert read(folder(files)) == {"猫": ([1], []), "собака": ([2], []), "café": ([3], [])}
@@ -135,6 +148,15 @@ def test_links_to_folders_are_followed_once(folder, tmp_path):
         ({"train/cat/1.png": 1, "spare/2.png": 2}, "has images in 'spare', beside its splits 'train'"),
         ({"train/cat/1.png": 1, "training/cat/2.png": 2}, "folders 'train', 'training', which name a split twice"),
         ({"test/cat/1.png": 1}, r"no split 'train'; it has \['test'\]"),
+        (
+            {"all/train/cat/1.png": 1, "all/test/cat/2.png": 2},
+            r"its splits 'test', 'train' further down, as in .*2\.png",
+        ),
+        (
+            {"a/train/cat/1.png": 1, "b/val/cat/2.png": 2, "b/x/cat/3.png": 3},
+            "its splits 'train', 'validation' further",
+        ),
+        ({"all/test/cat/1.png": 1}, "its splits 'test' further down"),
     ],
 )
 def test_a_folder_that_leaves_classes_open_is_refused(folder, files, message):
