@@ -171,7 +171,9 @@ class PartialFeatures:
         """Make it the file, in one piece, so that all of it is one view of the memory map."""
         rows = np.setdiff1d(np.arange(self.rows), self.bad)
         if not len(rows):
-            raise ValueError(f"none of the {self.rows} images can be read.")
+            raise ValueError(
+                f"none of the {self.rows} images can be read: look at where they lie, and at one of them."
+            )
         arrow_type, numpy_type, _ = STORAGE[self.dtype]
         values = np.memmap(self.data, numpy_type, "r", shape=(len(rows) * self.width,))
         vectors = pa.Array.from_buffers(pa.type_for_alias(arrow_type), len(values), [None, pa.py_buffer(values)])

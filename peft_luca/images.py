@@ -108,7 +108,8 @@ class ImageCollator:
         text = json.dumps([self.seed, self.view, row[ROW]])
         return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
 
-    def _label(self, label: int) -> int:
+    def _label(self, label: Any) -> Any:
+        label = label.item() if hasattr(label, "item") else label  # as a format of the dataset has it
         if self.label_ids is None:
             return label
         if label not in self.label_ids:
@@ -133,6 +134,7 @@ def to_rgb(image: Any) -> Image.Image:
 
     Raises:
         OSError, ValueError: it cannot be read.
+        TypeError: it is no image.
         SourceGoneError: what it is read from is not there any more.
     """
     if isinstance(image, dict):
@@ -143,6 +145,8 @@ def to_rgb(image: Any) -> Image.Image:
             raise ValueError(
                 f"{error} Make it smaller or, if you trust it, set PIL.Image.MAX_IMAGE_PIXELS."
             ) from error
+    if not isinstance(image, Image.Image):
+        raise TypeError(f"found a {type(image).__name__}; needed a PIL image, or its bytes or path in a dict")
     image = _upright(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _to_eight_bits(image)
@@ -182,7 +186,7 @@ def read_bytes(image: dict[str, Any]) -> bytes:
 
     Raises:
         OSError: there is no such file, or it may not be read.
-        SourceGoneError: the file's folder, disk or server is not there any more.
+        SourceGoneError: the file's folder, archive, disk or server is not there any more, or the folder is empty.
     """
     path, content = image["path"], image["bytes"]
     if content is not None:
@@ -192,17 +196,36 @@ def read_bytes(image: dict[str, Any]) -> bytes:
     try:
         with datasets.utils.file_utils.xopen(path, "rb") as file:
             return bytes(file.read())
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        folder = os.path.dirname(path)
-        if "://" in path or os.path.isdir(folder or "."):
+    except ValueError:  # no path at all
+        raise
+    except Exception as error:
+        reason = _gone(path, error)
+        if reason is None:
             raise
-        raise SourceGoneError(_gone(path, "its folder is not there any more")) from error
-    except OSError as error:
-        raise SourceGoneError(_gone(path, str(error))) from error
+        raise SourceGoneError(
+            f"{path} cannot be read: {reason}. No image was left out for that: bring it back, and start again"
+        ) from error
 
 
-def _gone(path: str, reason: str) -> str:
-    return f"{path} cannot be read: {reason}. No image was left out for that: bring it back, and start again"
+def _gone(path: str, error: Exception) -> str | None:
+    """What is missing with a file: its folder, archive, disk or server. `None` where it is the file alone."""
+    if not isinstance(error, FileNotFoundError | IsADirectoryError | PermissionError):
+        return str(error)
+    archive, outer = "::" in path, path.split("::")[-1].removeprefix("file://")
+    if "://" in outer:
+        # fsspec says of whatever an HTTP server answers, and of none, that there is no such file
+        answered = getattr(error.__cause__, "status", None) in (404, 410) or not outer.startswith("http")
+        return None if answered and isinstance(error, FileNotFoundError) else repr(error.__cause__ or error)
+    if archive:
+        return None if os.path.isfile(outer) else "its archive is not there any more"
+    try:
+        beside = os.listdir(os.path.dirname(outer) or ".")
+    except FileNotFoundError:
+        return "its folder is not there any more"
+    except OSError as closed:
+        return str(closed)
+    # So a disk looks that is not mounted, with what a desktop may leave in its place.
+    return None if any(not name.startswith(".") for name in beside) else "its folder is empty"
 
 
 def undecoded(dataset: Any, image_column: str) -> Any:

@@ -225,6 +225,7 @@ class LucaModel(BaseTuner):
         Let the experts in `adapter_names`, one for each image of the batch, answer over the global label space: what
         `model(pixel_values, adapter_names=[...])` calls.
         """
+        self._keep_calm()
         if adapter_names is None:
             yield
             return
@@ -295,6 +296,10 @@ class LucaModel(BaseTuner):
             self.model.eval()
             self.layer.train(mode)
         return self
+
+    def _keep_calm(self) -> None:
+        if self.model.training:  # by its own train(), past this one's
+            self.train(self.training)
 
     def __repr__(self) -> str:
         # Of the backbone only what it is: print(model.get_base_model()) has its modules.
@@ -383,6 +388,7 @@ class LucaModel(BaseTuner):
     @torch.no_grad()
     def pooled_features(self, pixel_values: Tensor) -> Tensor:
         """[CLS] of images `(batch, channels, height, width)` → `(batch, d)`: one pass of the trunk, no expert."""
+        self._keep_calm()
         with reading_features():
             output = self.model(pixel_values)
         features: Tensor = output if isinstance(output, Tensor) else output.logits

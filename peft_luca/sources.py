@@ -82,6 +82,7 @@ def read_image_folder(root: Path) -> DatasetDict | None:
     Raises:
         ValueError: images lie where it cannot be told which class they are of.
     """
+    root = root.absolute()
     files = sorted(_files(root)) if root.is_dir() else []
     images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
     described = any(file.name in DESCRIBED or file.suffix in TABLES for file in files)
@@ -97,6 +98,14 @@ def read_image_folder(root: Path) -> DatasetDict | None:
             raise ValueError(
                 f"the images in {root} lie in {_names(below)}, which may be splits or classes: put a folder for each "
                 "class into them, or, if they are classes, put them into a folder 'train'"
+            )
+        # Above the classes' folders: what is read as one would mix them.
+        inner = [{SPLITS[p.lower()] for p in i.relative_to(root).parts[:-2] if p.lower() in SPLITS} for i in images]
+        splits = set.union(*inner)
+        if len(splits) > 1 or all(inner):
+            first = images[[bool(found) for found in inner].index(True)]
+            raise ValueError(
+                f"{root} has its splits {_names(splits)} further down, as in {first}: pass the folder they lie in"
             )
         groups = {"train": (root, images)}
     else:
@@ -168,22 +177,23 @@ def _on_disk(dataset: Any) -> Any:
     for name, feature in (features or {}).items():
         if isinstance(feature, Image):  # as it is encoded: decoded and encoded again it would not be the same
             dataset = dataset.cast_column(name, Image(decode=False))
-    rows, read = dataset, 0
+    rows, read, ended = dataset, 0, False
 
     def counted() -> Iterator[Any]:
-        nonlocal read
+        nonlocal read, ended
         for row in rows:
             yield row
             read += 1
+        ended = True
 
     folder = tempfile.mkdtemp(prefix="peft_luca_stream_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        if next(iter(rows), None) is None:
-            return Dataset.from_dict({name: [] for name in features or ()}, features=features)
         encoded = Dataset.from_generator(counted, features=rows.features, cache_dir=folder)
         return encoded if features is None else encoded.cast(features)
     except Exception as error:
+        if ended and not read:  # no fault, and nothing to make a file of
+            return Dataset.from_dict({name: [] for name in features or ()}, features=features)
         cause = error.__cause__ or error
         raise ValueError(
             f"the streaming dataset broke off after {read} rows: {cause!r}. None of them was kept: mend its source, "

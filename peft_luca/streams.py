@@ -9,9 +9,11 @@ import unicodedata
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from operator import index
+from pathlib import Path
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +22,7 @@ import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, DatasetDict, Image, IterableDataset, IterableDatasetDict, Value
 
 from .config import NAME_RULE, check_classes, counted
-from .sources import DatasetLike, splits_of
+from .sources import SPLITS, DatasetLike, splits_of
 
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -200,7 +202,7 @@ class TaskStream:
     @classmethod
     def from_tasks(
         cls,
-        tasks: Sequence[DatasetLike] | Mapping[str, DatasetLike],
+        tasks: Iterable[DatasetLike] | Mapping[str, DatasetLike],
         *,
         label_column: str = "label",
         image_column: str | None = None,
@@ -208,7 +210,7 @@ class TaskStream:
         """Task by task: one dataset each.
 
         Args:
-            tasks (`Sequence` or `Mapping[str, ...]`):
+            tasks (`Iterable` or `Mapping[str, ...]`):
                 The tasks in order, or their names and the tasks. Each is a `Dataset` (no test images), a `DatasetDict`
                 with the splits `train` and `test` (or `validation`), a pair `(train, test)`, or a string or path for
                 `datasets.load_dataset`.
@@ -220,16 +222,23 @@ class TaskStream:
         Returns:
             `TaskStream`: The tasks under their names, or `task_0`, `task_1`, ...
         """
-        if isinstance(tasks, Dataset | DatasetDict | IterableDataset | IterableDatasetDict | str):
+        splits = isinstance(tasks, Mapping) and 0 < len(tasks) and set(tasks) <= set(SPLITS.values())
+        if splits or isinstance(tasks, Dataset | DatasetDict | IterableDataset | IterableDatasetDict | str | Path):
+            found = type(tasks).__name__ + (f" of the splits {', '.join(map(str, tasks))}" if splits else "")
             raise ValueError(
-                f"from_tasks needs a list or a dict of datasets, found one {type(tasks).__name__}; to split it into "
-                "tasks use TaskStream.from_dataset, to make it the only task put it in a list"
+                f"from_tasks needs a list or a dict of datasets, found one {found}; to split it into tasks use "
+                "TaskStream.from_dataset, to make it the only task put it in a list"
             )
-        named = tasks.items() if isinstance(tasks, Mapping) else [(f"task_{t}", task) for t, task in enumerate(tasks)]
+        if not isinstance(tasks, Iterable):
+            raise TypeError(f"from_tasks needs a list or a dict of datasets, found a {type(tasks).__name__}")
+        parts = tasks.items() if isinstance(tasks, Mapping) else ((f"task_{t}", task) for t, task in enumerate(tasks))
+        named: list[tuple[str, DatasetLike]] = list(parts)
         if not named:
             raise ValueError("a stream needs at least one task, found none")
         if image_column is None:
-            image_column = _only_image_column(splits_of(next(iter(named))[1])[0])
+            first = splits_of(named[0][1])
+            named[0] = (named[0][0], first)  # a streaming one is read once
+            image_column = _only_image_column(first[0])
         stream = cls(label_column, image_column)
         for name, task in named:
             stream.append(task, name)
@@ -251,10 +260,12 @@ class TaskStream:
         train, test = self._read(*splits_of(dataset), where=f" of task {name!r}")
         known = set(self._ids)
         self._extend(train, test, [(name, np.arange(len(train.codes)), np.arange(len(test.codes) if test else 0))])
-        if train.integer_labels and train.classes[0] == "0" and known >= set(train.classes):
+        again = [class_name for class_name in train.classes if class_name in known]
+        # Numbers that begin where a numbering does, at 0 or 1, may be those of this task alone.
+        if train.integer_labels and again and int(train.classes[0]) <= min(1, *map(int, known)):
             warnings.warn(
-                f"the labels of task {name!r} begin at 0 again, and are taken for the classes of these numbers that "
-                "the stream has already. If they are other classes give them names: "
+                f"the labels of task {name!r} begin at {train.classes[0]}, and {_some(again)} are labels of earlier "
+                "tasks too: they are taken for the same classes. If they are other classes give them names: "
                 f"cast_column({self.label_column!r}, datasets.ClassLabel(names=[...])).",
                 stacklevel=2,
             )
@@ -269,6 +280,7 @@ class TaskStream:
         task = self._tasks.pop()
         names = (name for remaining in self._tasks for name in remaining.classes)
         self._ids = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        self._integer_labels = self._integer_labels if self._tasks else None
         return task
 
     @property
@@ -302,8 +314,7 @@ class TaskStream:
 
     def _read(self, train: Dataset, test: Dataset | None, where: str = "") -> tuple["_Split", "_Split | None"]:
         """Read and check one dataset; its test images are matched to its train images' classes by name."""
-        if len(train) == 0:
-            raise ValueError(f"the train images{where} are none; every task needs at least one")
+        _check_any(train, where)
         read_train = self._read_split(train, f"the train images{where}", self._integer_labels)
         if test is None or len(test) == 0:
             return read_train, None
@@ -383,7 +394,13 @@ class _Split:
         return dataset
 
 
+def _check_any(train: Dataset, where: str = "") -> None:
+    if len(train) == 0:
+        raise ValueError(f"the train images{where} are none; every task needs at least one")
+
+
 def _only_image_column(dataset: Dataset) -> str:
+    _check_any(dataset)  # first: a streaming dataset without rows may have no columns either
     images: list[str] = [name for name, feature in dataset.features.items() if isinstance(feature, Image)]
     if len(images) != 1:
         raise ValueError(
@@ -460,7 +477,10 @@ def _checked_order(argument: str, order: Sequence[str | int], names: tuple[str, 
     by_label = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}
     if _is_integer(feature):
         by_label = {int(name): name for name in names}
-    named = [item if isinstance(item, str) else by_label.get(int(item), str(item)) for item in order]
+    odd = [item for item in order if not isinstance(item, str | SupportsIndex)]
+    if odd:
+        raise ValueError(f"{argument} names each by its name or its number, found {odd[0]!r}")
+    named = [item if isinstance(item, str) else by_label.get(index(item), str(item)) for item in order]
     problems = {
         "named twice": [name for name, count in Counter(named).items() if count > 1],
         "without a train image": sorted(set(named) - set(names)),
@@ -475,7 +495,7 @@ def _checked_order(argument: str, order: Sequence[str | int], names: tuple[str, 
 def _edges(classes: int, increment: int | None, init_classes: int | None) -> list[int]:
     """Where the tasks end, counted in classes: (10, 3, None) → [3, 6, 9, 10]."""
     for argument, value in (("increment", increment), ("init_classes", init_classes)):
-        if value is not None and not (isinstance(value, int) and 1 <= value <= classes):
+        if value is not None and not (isinstance(value, SupportsIndex) and 1 <= index(value) <= classes):
             raise ValueError(f"{argument} must be a whole number from 1 to the {classes} classes, got {value}")
     increment = increment or classes
     return [*range(init_classes or increment, classes, increment), classes]
@@ -497,18 +517,26 @@ def _hold_out(train: _Split, test_size: float, seed: int) -> tuple[Indices, Indi
 
 
 def _warn_of_spellings(names: Mapping[str, int], before: Mapping[str, int]) -> None:
-    """Say which new names differ from others by capital letters and spaces alone: a slip, or a class of its own."""
+    """Say which new names differ from others by their spelling alone: a slip, or a class of its own."""
     spellings: dict[str, list[str]] = {}
     for name in names:
-        spellings.setdefault(" ".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(name)
+        spellings.setdefault(_spelling(name), []).append(name)
     alike = [found for found in spellings.values() if len(found) > 1 and not before.keys() >= set(found)]
     if alike:
         warnings.warn(
-            f"these class names are the same but for capital letters, spaces or the form of their letters: "
-            f"{'; '.join(map(repr, alike[:5]))}. They are taken for classes of their own; if they are not, give their "
-            "images one name.",
+            "these class names are the same but for capital letters, spaces, letters that nobody sees or the form of "
+            f"their letters: {'; '.join(map(repr, alike[:5]))}. They are taken for classes of their own; if they are "
+            "not, give their images one name.",
             stacklevel=4,
         )
+
+
+def _spelling(name: str) -> str:
+    """A name without what few mean by a difference: capital letters, spaces, and what is not seen (a BOM, say)."""
+    name = unicodedata.normalize("NFKC", name)
+    if not name.isprintable():
+        name = "".join(character for character in name if unicodedata.category(character) != "Cf")
+    return " ".join(name.casefold().split())
 
 
 def _check_apart(train: Dataset, test: Dataset, column: str, where: str) -> None:
@@ -532,9 +560,12 @@ def _recode(names: Sequence[str], codes: Indices, order: Sequence[str], where: s
     """Indices into `names` as indices into `order`."""
     position = {name: index for index, name in enumerate(order)}
     if unknown := [name for name in names if name not in position]:
+        known = {_spelling(name): name for name in order}
+        alike = [f"{n!a} for {known[_spelling(n)]!a}" for n in unknown if _spelling(n) in known]
+        spelt = f" (spelt in another way: {_some(alike)})" if alike else ""
         raise ValueError(
-            f"{where} holds values outside the label space, which no train image has: {_some(unknown)}; add train "
-            "images of them, or remove them from the test images"
+            f"{where} holds values outside the label space, which no train image has: {_some(unknown)}{spelt}; add "
+            "train images of them, or remove them from the test images"
         )
     return np.array([position[name] for name in names], dtype=np.int64)[codes]
 

@@ -268,6 +268,7 @@ class ContinualTrainer(Trainer):
             for split in ("train", "test"):  # an image that cannot be read stops the task before it is trained
                 if split == "train" or task.test is not None:
                     self.features(task, split)
+            self._check_classes(task)
             if self.luca_config.init_rows == "class_means" and self.luca_config.head == "cosine":
                 self._set_rows_to_class_means(task, adapted=False)
             with self._learning(task, seed) as model_input:
@@ -501,6 +502,16 @@ class ContinualTrainer(Trainer):
             self._refuse_numbers(f"the loss is {float(loss)}")
         return loss
 
+    def _check_classes(self, task: Task) -> None:
+        """Every class has an image that can be read."""
+        train = self.features(task, "train")
+        left = set(self._ids(train.labels, task.classes).tolist())
+        if gone := [name for i, name in enumerate(task.classes) if i not in left]:
+            raise ValueError(
+                f"task {task.name!r}: none of the images of {', '.join(map(repr, gone[:5]))} can be read, and "
+                f"{len(train.skipped)} are left out, first row {train.skipped[0]}. Mend them, or take the class out."
+            )
+
     def _check_numbers(self, task: Task) -> None:
         """What is saved can be loaded again."""
         for name, tensor in self.tuner.layer.tensors(task.name).items():
@@ -523,8 +534,12 @@ class ContinualTrainer(Trainer):
 
     def _as_kept(self, dataset: Any) -> Any:
         """Images that our own collator decodes, as everywhere."""
-        own = isinstance(self.data_collator, ImageCollator)
-        return undecoded(dataset, self.stream.image_column) if own else dataset
+        if not isinstance(self.data_collator, ImageCollator):
+            return dataset
+        column, columns = self.stream.image_column, getattr(dataset, "column_names", None)
+        if columns is not None and column not in columns:
+            raise ValueError(f"the dataset has the columns {columns}, but needs its images in a column {column!r}.")
+        return undecoded(dataset, column)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._loss_batches:

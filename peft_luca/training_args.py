@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ RECIPES: dict[str, dict[str, Any]] = {
         "schedule_per_epoch": True,
     },
 }
+
+# What a field that is annotated as such may hold: "False" is true, and so no switch.
+KINDS: dict[str, type] = {"bool": bool, "int": Integral, "float": Real}
 
 # The same for [`LucaConfig`].
 CONFIG_RECIPES: dict[str, dict[str, Any]] = {
@@ -115,7 +119,7 @@ class ContinualTrainingArguments(TrainingArguments):
     per_device_train_batch_size: int | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
     optim: str | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
     lr_scheduler_type: str | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
-    max_grad_norm: float = field(default=0.0, metadata={"help": "Gradients are not clipped unless asked."})
+    max_grad_norm: float | None = field(default=0.0, metadata={"help": "Gradients are not clipped unless asked."})  # type: ignore[assignment]
     per_device_eval_batch_size: int = field(default=32, metadata={"help": "Images in a pass of the backbone."})
     logging_strategy: str = field(default="epoch", metadata={"help": "When to log within a task."})
     dataloader_pin_memory: bool = field(
@@ -148,7 +152,12 @@ class ContinualTrainingArguments(TrainingArguments):
     plots: bool = field(default=False, metadata={"help": "Draw pictures of the run when it ends."})
 
     def __post_init__(self) -> None:
-        if self.recipe not in RECIPES:
+        for name, kind in ContinualTrainingArguments.__annotations__.items():
+            wanted, *or_none = kind.split(" | ")
+            value = getattr(self, name)
+            if not isinstance(value, KINDS.get(wanted, object)) and not (value is None and or_none):
+                raise ValueError(f"{name} must be a {wanted}, got {value!r}.")
+        if self.recipe not in tuple(RECIPES):
             raise ValueError(f"recipe must be one of {', '.join(map(repr, RECIPES))}, got {self.recipe!r}.")
         if self.augmented_views < 0:
             raise ValueError(f"augmented_views must be 0 or a number of views, got {self.augmented_views}.")
@@ -159,7 +168,7 @@ class ContinualTrainingArguments(TrainingArguments):
                     "augmentation=False nor cache_features=False."
                 )
             self.augmentation = True
-        if self.features_dtype not in STORAGE:
+        if self.features_dtype not in tuple(STORAGE):
             raise ValueError(f"features_dtype must be one of {', '.join(STORAGE)}, got {self.features_dtype!r}.")
         if self.on_bad_image not in ("raise", "skip"):
             raise ValueError(f"on_bad_image must be 'raise' or 'skip', got {self.on_bad_image!r}.")
@@ -175,7 +184,10 @@ class ContinualTrainingArguments(TrainingArguments):
                 "fp16=True needs an accelerator, and on the CPU it would be passed over in silence. Use bf16=True, "
                 "which the CPU has, or neither."
             )
-        if not (self.num_train_epochs or 0) >= 0:
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if not 0 <= (self.num_train_epochs or 0) < float("inf"):
             raise ValueError(f"num_train_epochs must be a number of at least 0, got {self.num_train_epochs}.")
         if self.max_steps == 0 or self.max_steps < -1:
             raise ValueError(
@@ -209,5 +221,9 @@ class ContinualTrainingArguments(TrainingArguments):
         if self.router == "ridge" and self.statistics_random_features < 1:
             raise ValueError("router='ridge' needs statistics_random_features, such as 2000.")
         RouterOptions.split({"routing_scope": self.routing_scope})
+        if self.statistics_random_features < 0:
+            raise ValueError(
+                f"statistics_random_features must be a number of at least 0, got {self.statistics_random_features}."
+            )
         if self.statistics_rank < -1:
             raise ValueError(f"statistics_rank must be at least 0, or -1 for all, got {self.statistics_rank}.")

@@ -2,13 +2,15 @@ import json
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftConfig
+from transformers import TrainingArguments
 
-from peft_luca import LucaConfig
+from peft_luca import ContinualTrainingArguments, LucaConfig
 from peft_luca.config import ARRANGEMENTS, HEADS, NORM_POSITIONS, OWN_RECIPE, ROW_INITS
 from peft_luca.untrusted import InvalidExpertError, read_config
 
@@ -169,3 +171,38 @@ def test_whatever_is_wrong_is_a_value_error(values):
     assert config.classes is None or all(isinstance(name, str) and name.strip() for name in config.classes)
     assert config.arrangement in ARRANGEMENTS
     assert config.head in HEADS
+
+
+OWN_ARGUMENTS = sorted(set(ContinualTrainingArguments.__annotations__) - set(TrainingArguments.__annotations__))
+NUMBERS = ["per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "learning_rate"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(OWN_ARGUMENTS + NUMBERS), JUNK, max_size=3))
+def test_whatever_is_wrong_with_the_arguments_is_a_value_error(values):
+    fixed = {"report_to": "none", "use_cpu": True}
+    try:
+        args = ContinualTrainingArguments("out", **fixed, **values)
+    except ValueError:
+        args = ContinualTrainingArguments("out", **fixed)
+    for name in ("statistics", "plots", "l1_proximal", "class_mean_rows", "cache_features", "augmentation"):
+        assert isinstance(getattr(args, name), bool)
+    assert args.per_device_train_batch_size >= 1
+    assert args.per_device_eval_batch_size >= 1
+    assert 0 <= args.num_train_epochs < float("inf")
+    assert 0 <= args.l1_weight < float("inf")
+    assert args.recipe in ("own", "paper")
+    assert args.negatives in ("own", "seen")
+    assert args.statistics_rank >= -1
+    assert args.augmented_views >= 0
+
+
+@pytest.mark.parametrize("value", ["False", "no", 0, []])
+def test_a_switch_is_true_or_false(value):
+    with pytest.raises(ValueError, match="statistics must be a bool, got"):
+        ContinualTrainingArguments("out", statistics=value)
+
+
+def test_numbers_of_numpys_are_arguments():
+    args = ContinualTrainingArguments("out", per_device_train_batch_size=np.int64(4), learning_rate=np.float32(0.5))
+    assert (args.per_device_train_batch_size, args.learning_rate) == (4, 0.5)

@@ -120,6 +120,9 @@ def test_so_many_steps_for_each_task(out):
         ({"num_train_epochs": -1}, "num_train_epochs must be a number of at least 0, got -1"),
         ({"num_train_epochs": float("nan")}, "num_train_epochs must be .*, got nan"),
         ({"fp16": True}, "fp16=True needs an accelerator.* Use bf16=True"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1, got 0"),
+        ({"per_device_eval_batch_size": -1}, "per_device_eval_batch_size must be at least 1, got -1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, got 0"),
     ],
 )
 def test_settings_that_would_be_passed_over_are_refused(out, settings, message):
@@ -138,14 +141,28 @@ def test_a_batch_larger_than_the_task(out):
         make_trainer(out / "drop", per_device_train_batch_size=1000, dataloader_drop_last=True).train()
 
 
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_last_batch_of_one(out, cached, accumulated):
+    """Of 16 images, in batches of five; accumulated, it is a step of its own."""
+    settings = {"per_device_train_batch_size": 5, "gradient_accumulation_steps": accumulated, "num_train_epochs": 2}
+    trainer = make_trainer(out, cache_features=cached, **settings)
+    assert trainer.train().global_step == 3 * 2 * (4 if accumulated == 1 else 2)
+    assert trainer.results()["task_known_accuracy"] > 0.8
+
+
 class Stop(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = True
+    def __init__(self, event):
+        def stop(args, state, control, **kwargs):
+            control.should_training_stop = True
+
+        setattr(self, event, stop)
 
 
-def test_a_callback_that_stops_early_stops_its_task_alone(out):
-    trainer = make_trainer(out, callbacks=[Stop()])
-    assert trainer.train().global_step == 3
+@pytest.mark.parametrize(("event", "steps"), [("on_step_end", 1), ("on_epoch_end", 2), ("on_log", 1)])
+def test_a_callback_that_stops_early_stops_its_task_alone(out, event, steps):
+    trainer = make_trainer(out, callbacks=[Stop(event)])
+    assert trainer.train().global_step == 3 * steps
     assert list(trainer.tuner.experts) == ["task_0", "task_1", "task_2"]
     assert trainer.results()["task_known_accuracy"] > 0.8
 
@@ -164,6 +181,24 @@ def test_images_without_labels_are_predicted_and_not_evaluated(out):
     assert predicted.predictions.shape == (8, 6)
     with pytest.raises(ValueError, match=r"columns \['image'\], but needs its global labels in a column 'labels'"):
         trainer.evaluate(unlabelled)
+
+
+def test_images_to_evaluate_come_in_any_format_and_under_their_name(out):
+    trainer = make_trainer(out, num_train_epochs=1)
+    trainer.train()
+    test = trainer.stream[0].test
+    loss = trainer.evaluate(test)["eval_loss"]
+    for kind in ("numpy", "torch"):
+        assert trainer.evaluate(test.with_format(kind))["eval_loss"] == loss
+    assert trainer.evaluate(test.to_iterable_dataset())["eval_loss"] == loss
+    renamed = test.rename_column("image", "img")
+    for act in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match=r"columns \['img', 'labels'\], but needs its images in a column 'image'"):
+            act(renamed)
+    for labels in (["red"] * 8, [None] * 8, [99] * 8, [-1] * 8):
+        odd = test.remove_columns("labels").add_column("labels", labels)
+        with pytest.raises(ValueError, match=f"an image has the label {labels[0]}, but the experts' classes are"):
+            trainer.evaluate(odd)
 
 
 def test_a_stream_without_test_images_has_no_figures_and_no_nan(out):

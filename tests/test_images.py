@@ -40,6 +40,31 @@ def sixteen(order="<"):
     return PilImage.fromarray((RAMP * 65535).round().astype(f"{order}u2"))
 
 
+def without_adobe(image):
+    """A JPEG without the marker that says whether its CMYK is inverted."""
+    content = image["bytes"]
+    start = content.index(b"Adobe") - 4
+    length = int.from_bytes(content[start + 2 : start + 4], "big")
+    return {"bytes": content[:start] + content[start + 2 + length :], "path": None}
+
+
+def png_of_sixteen_bits(color, channels):
+    """What Pillow reads and does not write: the ramp in every channel, which hides none of it as alpha."""
+    rows = np.repeat((RAMP * 65535).round().astype(">u2")[..., None], channels, axis=2)
+    return png(10, 6, 16, color, zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)))
+
+
+def png(width, height, bits, color, rows):
+    """A PNG of compressed rows."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, 0)
+    content = chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return {"bytes": b"\x89PNG\r\n\x1a\n" + content, "path": None}
+
+
 SEEN_AS_THE_RAMP = {
     "grey": GREY,
     "grey with alpha": alpha("LA", 128),
@@ -49,12 +74,19 @@ SEEN_AS_THE_RAMP = {
     "RGBA, transparent": alpha("RGBA", 0),
     "RGBA multiplied by alpha": alpha("RGBA", 255).convert("RGBa"),
     "palette": GREY.convert("P"),
+    "palette with transparencies": saved(GREY.convert("P"), "png", transparency=bytes(range(256))),
     "palette with alpha": GREY.convert("LA").convert("PA"),
     "CMYK": GREY.convert("RGB").convert("CMYK"),
     "CMYK in a JPEG of Adobe's": saved(GREY.convert("RGB").convert("CMYK"), "jpeg", quality=100),
+    "CMYK in a JPEG of nobody's": without_adobe(saved(GREY.convert("RGB").convert("CMYK"), "jpeg", quality=100)),
+    "YCbCr": GREY.convert("RGB").convert("YCbCr"),
+    "several views": saved(GREY, "mpo", save_all=True, append_images=[GREY.transpose(0)], quality=100),
     "HSV": GREY.convert("RGB").convert("HSV"),
     "16 bits": sixteen(),
     "16 bits in a PNG": saved(sixteen(), "png"),
+    "16 bits in a PNG, with alpha": png_of_sixteen_bits(4, 2),
+    "16 bits in a PNG, in colour": png_of_sixteen_bits(2, 3),
+    "16 bits in a PNG, in colour with alpha": png_of_sixteen_bits(6, 4),
     "16 bits in a TIFF": saved(sixteen(), "tiff"),
     "16 bits, the other way round": PilImage.frombytes("I;16B", GREY.size, sixteen(">").tobytes()),
     "16 bits in 32": PilImage.fromarray((RAMP * 65535).round().astype(np.int32)),
@@ -151,6 +183,28 @@ def test_no_exif_stops_anything(content):
         assert sorted(to_rgb(saved(GREY, "jpeg", exif=head + content)).size) == [6, 10]
 
 
+@pytest.mark.parametrize("how", [1, 3, 6])
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
+def test_rotation_may_be_said_in_xmp(tmp_path, how, kind):
+    xmp = f'<x:xmpmeta><rdf:Description tiff:Orientation="{how}"/></x:xmpmeta>'
+    text = PngInfo()
+    text.add_itxt("XML:com.adobe.xmp", xmp)
+    options = {"pnginfo": text} if kind == "png" else {"xmp": xmp.encode()}
+    encoded = saved(GREY.convert("RGB"), kind, **options)
+    (tmp_path / "image").write_bytes(encoded["bytes"])
+    expected = load_image(str(tmp_path / "image"))
+    assert expected.size == ((6, 10) if how == 6 else (10, 6))
+    for image in (encoded, {"bytes": None, "path": str(tmp_path / "image")}, Image().decode_example(encoded)):
+        assert np.array_equal(np.asarray(to_rgb(image)), np.asarray(expected))
+
+
+@pytest.mark.parametrize("mode", ["1", "P", "LA", "I;16", "I", "F", "CMYK"])
+def test_rotation_of_every_mode(mode):
+    image = PilImage.new(mode, (10, 6))
+    image.getexif()[0x0112] = 6
+    assert to_rgb(image).size == (6, 10)
+
+
 @pytest.mark.parametrize("xmp", [b"<broken", b"\xff\xfe\x00", b"<x:xmpmeta tiff:Orientation='no'/>", b"", b"<" * 9999])
 def test_broken_xmp_stops_nothing(xmp):
     text = PngInfo()
@@ -176,6 +230,8 @@ WHOLE = saved(noise(), "jpeg")["bytes"]
 UNREADABLE = {
     "nothing": b"",
     "one byte": b"\xff",
+    "a JPEG's first header": WHOLE[:100],
+    "a JPEG without its last byte": WHOLE[:-1],
     "no image": b"<html>not found</html>",
     "half a JPEG": WHOLE[: len(WHOLE) // 2],
     "half a PNG": saved(noise(), "png")["bytes"][:3000],
@@ -197,23 +253,13 @@ def test_what_cannot_be_read_is_named_or_left_out(tmp_path, content):
         trainer.evaluate(stream[0].train)
 
 
-def zeros(width, height):
-    """A black PNG of any size: its rows are compressed one by one."""
-    compress = zlib.compressobj(9)
-    content = b"".join(compress.compress(bytes(width + 1)) for _ in range(height)) + compress.flush()
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
-
-
 def test_six_hundred_megapixels_are_refused_before_they_are_in_memory():
-    content = zeros(30_000, 20_000)
+    compress = zlib.compressobj(9)
+    rows = b"".join(compress.compress(bytes(30_001)) for _ in range(20_000)) + compress.flush()
+    image = png(30_000, 20_000, 8, 0, rows)
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"600000000 pixels\) exceeds limit .*set PIL\.Image\.MAX_IMAGE_PIXELS"):
-        to_rgb({"bytes": content, "path": None})
+        to_rgb(image)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**24
@@ -225,6 +271,14 @@ def test_a_limit_that_the_user_lifts_is_lifted(monkeypatch):
         to_rgb(saved(GREY, "png"))
     monkeypatch.setattr(PilImage, "MAX_IMAGE_PIXELS", None)
     assert to_rgb(saved(GREY, "png")).size == (10, 6)
+
+
+@pytest.mark.parametrize("image", [None, np.zeros((2, 2, 3)), "1.png"])
+def test_what_is_no_image_is_told(image):
+    with pytest.raises(
+        TypeError, match=rf"found a {type(image).__name__}; needed a PIL image, or its bytes or path in a dict"
+    ):
+        to_rgb(image)
 
 
 def test_images_that_are_nowhere():
@@ -243,6 +297,24 @@ def test_of_an_animation_the_first_frame(kind):
     decoded = PilImage.open(io.BytesIO(encoded["bytes"]))
     assert decoded.n_frames == 3
     assert to_rgb(decoded).getpixel((0, 0))[0] > 250
+
+
+def test_a_first_frame_that_is_a_part_of_the_picture():
+    """It lies on the animation's ground, as in every viewer, and the second one not on it yet."""
+
+    def frame(left, top, side, colour):
+        codes = [4, *[code for _ in range(side * side) for code in (colour, 4)], 5]  # of three bits; 4 begins anew
+        bits = sum(code << (3 * i) for i, code in enumerate(codes))
+        data = bits.to_bytes(-(-3 * len(codes) // 8), "little")
+        return struct.pack("<BHHHHBBB", 0x2C, left, top, side, side, 0, 2, len(data)) + data + b"\0"
+
+    colours = bytes([10, 20, 30, 250, 0, 0, 0, 250, 0, 0, 0, 0])
+    content = b"GIF89a" + struct.pack("<HHBBB", 8, 8, 0x91, 0, 0) + colours
+    content += frame(2, 3, 3, 1) + frame(0, 0, 2, 2) + b";"
+    image = to_rgb({"bytes": content, "path": None})
+    assert image.size == (8, 8)
+    assert dict(map(reversed, image.getcolors())) == {(10, 20, 30): 55, (250, 0, 0): 9}
+    assert image.getpixel((2, 3)) == (250, 0, 0)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 400), (400, 1), (1, 9000)])

@@ -35,15 +35,33 @@ def test_class_labels_with_gaps_whose_test_split_lacks_some_and_orders_them_othe
     assert [None if task.test is None else names_of(stream, task.test) for task in stream] == [None, ["d"], ["f", "f"]]
 
 
-def test_labels_that_start_at_zero_again_are_told():
+AGAIN = [
+    ([[0, 1, 1], [1, 0]], "begin at 0, and 0, 1 are labels"),
+    ([[0, 1], [0, 1, 2]], "begin at 0, and 0, 1 are labels"),  # of more classes than there were
+    ([[0, 1, 2], [0, 3]], "begin at 0, and 0 are labels"),
+    ([[1, 2], [1, 2, 3]], "begin at 1, and 1, 2 are labels"),  # and so where they are counted from 1
+    ([[1, 2], [0, 1]], "begin at 0, and 1 are labels"),  # or one task from 1 and another from 0
+]
+
+
+@pytest.mark.parametrize(("parts", "message"), AGAIN)
+def test_labels_that_start_again_are_told(parts, message):
     """Whether 0 is the same class in every task, only the user knows."""
-    with pytest.warns(UserWarning, match=r"labels of task 'task_1' begin at 0 again.*ClassLabel\(names=\[") as told:
-        stream = TaskStream.from_tasks([images([0, 1, 1]), images([1, 0])])
+    with pytest.warns(UserWarning, match=rf"of task 'task_1' {message} of earlier.*ClassLabel\(names=\[") as told:
+        stream = TaskStream.from_tasks([images(part) for part in parts])
     assert len(told) == 1
-    assert stream.classes == ("0", "1")
-    assert TaskStream.from_tasks([images([0, 1]), images([2, 3]), images([1, 2])]).classes == ("0", "1", "2", "3")
+    assert set(stream.classes) == {str(label) for part in parts for label in part}
+
+
+@pytest.mark.parametrize("parts", [[[0, 1], [2, 3], [1, 2]], [[2, 3], [0, 1]], [[5, 6], [5]], [[0], [1], [2]]])
+def test_labels_that_go_on_are_not_told(parts):
+    assert TaskStream.from_tasks([images(part) for part in parts]).classes[0] == str(parts[0][0])
+
+
+def test_names_that_start_again_are_names():
     other = images([0, 1], ClassLabel(names=["oak", "fir"]))
     assert TaskStream.from_tasks([named("ab", 0, 1), other]).classes == ("a", "b", "oak", "fir")
+    assert TaskStream.from_tasks([named("01", 0, 1), named("01", 0, 1)]).classes == ("0", "1")
 
 
 def test_a_class_that_comes_back_is_one_class(tmp_path):
@@ -64,11 +82,12 @@ def test_classes_with_one_image_each(tmp_path, router):
 
 
 SPELLINGS = [("Cat", "cat"), ("cat ", "cat"), ("big  cat", "big cat"), ("ﬁn", "fin"), ("STRASSE", "straße")]
+SPELLINGS += [("a\u00a0b", "a b"), ("\ufeffcat", "cat"), ("ca\u200bt", "cat")]  # of which nobody sees a thing
 
 
 @pytest.mark.parametrize("names", SPELLINGS)
 def test_names_that_differ_by_spelling_are_two_classes_and_told(names):
-    with pytest.warns(UserWarning, match="same but for capital letters, spaces or the form") as told:
+    with pytest.warns(UserWarning, match="same but for capital letters, spaces, letters that nobody sees or") as told:
         stream = TaskStream.from_dataset(images([*names, "dog"]), increment=1)
     assert len(told) == 1
     assert set(stream.classes) == {*names, "dog"}
@@ -124,6 +143,12 @@ def test_several_labels_an_image_are_refused(feature):
         TaskStream.from_dataset(images([[0, 1]], feature))
 
 
+def test_a_list_of_one_label_is_a_list():
+    for feature in (List(Value("int64")), List(Value("string"), length=1)):
+        with pytest.raises(ValueError, match=r"one ClassLabel, integer or string per image, found List.* or map it"):
+            TaskStream.from_dataset(images([["1"]] if feature.length == 1 else [[1]], feature))
+
+
 def test_labels_of_any_width():
     for kind in ("int8", "uint16", "int32", "uint64"):
         assert TaskStream.from_dataset(images([3, 200 % 128], Value(kind)), seed=None).classes == ("3", "72")
@@ -133,6 +158,14 @@ def test_labels_of_any_width():
 def test_images_of_the_test_split_alone_are_refused():
     with pytest.raises(ValueError, match="outside the label space, which no train image has: green"):
         TaskStream.from_dataset(DatasetDict(train=make_images(NAMES[:1]), test=make_images(NAMES[:2])))
+
+
+@pytest.mark.parametrize("name", ["Cat", "cat ", unicodedata.normalize("NFD", "café")])
+def test_a_test_split_that_spells_otherwise_is_told_how(name):
+    """As when one of the two was zipped on another system."""
+    with pytest.raises(ValueError, match=r"which no train image has.*spelt in another way: .* for '") as told:
+        TaskStream.from_dataset((images(["cat", "café"]), images([name])))
+    assert ascii(name) in str(told.value)
 
 
 # --- whatever the names ---

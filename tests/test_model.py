@@ -97,6 +97,21 @@ def test_training_mode_does_not_switch_the_trunks_dropout_on():
     assert torch.equal(model(x).logits, evaluated)
 
 
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_backbone_that_is_put_into_training_mode_by_itself_stays_calm(mode):
+    """Whoever has the backbone in a variable of their own may say `vit.train()` as well."""
+    model, x = make_model(TWO, make_vit(hidden_dropout_prob=0.5)), pixels()
+    model.set_router("entropy")
+    asked = (lambda: model(x).logits, lambda: model.route(x).logits, lambda: model.base_model.pooled_features(x))
+    for ask in asked:
+        wanted = ask()
+        model.train(mode)
+        model.get_base_model().train()
+        assert torch.equal(ask(), wanted)
+        assert model.base_model.layer.training == mode
+        model.eval()
+
+
 # --- models without a [CLS] head ---
 
 

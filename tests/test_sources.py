@@ -3,6 +3,9 @@
 import io
 import os
 import shutil
+import threading
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
 import pytest
@@ -10,7 +13,9 @@ from conftest import make_trainer
 from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, Value, load_dataset
 from PIL import Image as PilImage
 
-from peft_luca import TaskStream
+from peft_luca import LucaConfig, TaskStream
+from peft_luca.features import digest_images
+from peft_luca.images import SourceGoneError, read_bytes
 from peft_luca.sources import read_image_folder
 
 
@@ -106,6 +111,19 @@ def test_the_folder_that_an_image_lies_in_is_its_class(folder):
     }  # fmt: skip
 
 
+def test_a_class_of_classes_may_be_called_as_a_split_is(folder):
+    files = {"vehicles/train/steam/1.png": 1, "vehicles/bus/city/2.png": 2}
+    assert read(folder(files)) == {"city": ([2], []), "steam": ([1], [])}
+
+
+def test_a_folder_stays_where_it_is_when_the_process_goes_elsewhere(folder, monkeypatch, tmp_path):
+    folder({"a/1.png": 1})
+    monkeypatch.chdir(tmp_path)
+    stream = TaskStream.from_dataset("data")
+    monkeypatch.chdir("/")
+    assert contents(stream) == {"a": ([1], [])}
+
+
 def test_names_of_any_alphabet(folder):
     files = {"猫/ä ö.png": 1, "собака/b #1%20.png": 2, "café/[c].png": 3}
     assert read(folder(files)) == {"猫": ([1], []), "собака": ([2], []), "café": ([3], [])}
@@ -130,6 +148,15 @@ def test_links_to_folders_are_followed_once(folder, tmp_path):
         ({"train/cat/1.png": 1, "spare/2.png": 2}, "has images in 'spare', beside its splits 'train'"),
         ({"train/cat/1.png": 1, "training/cat/2.png": 2}, "folders 'train', 'training', which name a split twice"),
         ({"test/cat/1.png": 1}, r"no split 'train'; it has \['test'\]"),
+        (
+            {"all/train/cat/1.png": 1, "all/test/cat/2.png": 2},
+            r"its splits 'test', 'train' further down, as in .*2\.png",
+        ),
+        (
+            {"a/train/cat/1.png": 1, "b/val/cat/2.png": 2, "b/x/cat/3.png": 3},
+            "its splits 'train', 'validation' further",
+        ),
+        ({"all/test/cat/1.png": 1}, "its splits 'test' further down"),
     ],
 )
 def test_a_folder_that_leaves_classes_open_is_refused(folder, files, message):
@@ -201,6 +228,40 @@ def _some_rows():
         return
 
 
+def test_rows_that_come_once_are_all_read():
+    """A sensor, or a download: what was read cannot be read again."""
+
+    def rows(source):
+        yield from source
+
+    def once():
+        return IterableDataset.from_generator(rows, gen_kwargs={"source": iter(list(_some_rows()))})
+
+    def with_features(dataset):
+        return dataset.cast(Features(image=Image(), label=Value("string")))
+
+    assert len(TaskStream.from_dataset(with_features(once()))[0].train) == 2
+    assert len(TaskStream.from_tasks([with_features(once())])[0].train) == 2
+    stream = TaskStream.from_tasks(
+        [Dataset.from_list(list(_some_rows()), Features(image=Image(), label=Value("string")))]
+    )
+    assert len(stream.append(with_features(once())).train) == 2
+
+
+def test_a_stream_without_rows_is_none():
+    for features in (None, Features(image=Image(), label=Value("string"))):
+        empty = IterableDataset.from_generator(breaking_off, features=features)
+        for read in (TaskStream.from_dataset, lambda data: TaskStream.from_tasks([data])):
+            with pytest.raises(ValueError, match=r"the train images.* are none; every task needs at least one"):
+                read(empty)
+        rows = Dataset.from_list(list(_some_rows()), Features(image=Image(), label=Value("string")))
+        assert TaskStream.from_dataset((rows, empty))[0].test is None
+
+
+def breaking_off():
+    yield from ()
+
+
 def test_a_transform_on_a_streaming_dataset_is_not_lost_in_silence():
     streamed = IterableDataset.from_generator(_some_rows, features=Features(image=Image(), label=Value("string")))
     renamed = streamed.map(lambda row: {"label": row["label"].upper()})
@@ -232,6 +293,106 @@ def test_a_disk_that_goes_away_is_no_image_to_skip(folder, tmp_path):
     trainer.train()
     assert len(trainer.features(stream[0], "train")) == 3
     assert trainer.results()["tasks"][0]["skipped_images"] == 0
+
+
+@pytest.mark.parametrize("left", [[], [".Trash"]])
+def test_a_disk_whose_images_lie_directly_in_it(tmp_path, left):
+    """Its folder stays, and is empty."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    for i in range(3):
+        PilImage.new("L", (2, 2), i).save(disk / f"{i}.png")
+    features = Features(image=Image(), label=Value("string"))
+    files = {"image": [str(disk / f"{i}.png") for i in range(3)], "label": ["a", "a", "b"]}
+    stream = TaskStream.from_dataset(Dataset.from_dict(files, features))
+    shutil.move(disk, tmp_path / "unplugged")
+    disk.mkdir()
+    for name in left:
+        (disk / name).mkdir()
+    trainer = make_trainer(tmp_path / "out", stream, on_bad_image="skip", features_cache_dir=str(tmp_path / "f"))
+    with pytest.raises(OSError, match=r"0\.png cannot be read: its folder is empty.*No image was left out"):
+        trainer.train()
+    shutil.rmtree(disk)
+    shutil.move(tmp_path / "unplugged", disk)
+    trainer.train()
+    assert trainer.results()["tasks"][0]["skipped_images"] == 0
+
+
+def test_a_folder_that_may_not_be_listed_is_gone(folder, monkeypatch):
+    root = folder({"a/1.png": 1})
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refused)
+    with pytest.raises(SourceGoneError, match="Permission denied"):
+        read_bytes({"path": str(root / "a/2.png"), "bytes": None})
+
+
+@pytest.mark.parametrize("status", [404, 403, 500, 503, None])
+def test_a_server_that_does_not_answer_is_no_image_to_skip(monkeypatch, status):
+    """fsspec has one error, FileNotFoundError, for whatever a server says, and for none that is there."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        port = server.server_port if status else 1
+        gone = SourceGoneError if status != 404 else FileNotFoundError
+        try:
+            with pytest.raises(gone):
+                read_bytes({"path": f"http://127.0.0.1:{port}/1.png", "bytes": None})
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_an_archive_that_is_gone_is_no_image_to_skip(tmp_path):
+    image = {"path": f"zip://1.png::{tmp_path}/images.zip", "bytes": None}
+    with pytest.raises(SourceGoneError, match=r"images\.zip cannot be read: its archive is not there any more"):
+        read_bytes(image)
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        archive.writestr("2.png", b"two")
+    with pytest.raises(FileNotFoundError) as missing:
+        read_bytes(image)
+    assert not isinstance(missing.value, SourceGoneError)
+    assert read_bytes(image | {"path": image["path"].replace("1.png", "2.png")}) == b"two"
+
+
+@pytest.mark.parametrize("path", ["a\0b.png", "nothing://1.png"])
+def test_a_path_that_there_cannot_be_is_one_image(path):
+    with pytest.raises(ValueError, match=r"null byte|not known") as refused:
+        read_bytes({"path": path, "bytes": None})
+    assert not isinstance(refused.value, OSError)
+    images = [{"path": path, "bytes": None}, *(row["image"] for row in _some_rows())]
+    assert digest_images(Dataset.from_dict({"image": images}, Features(image=Image())), "image")
+
+
+def test_a_class_none_of_whose_images_can_be_read_is_named(tmp_path):
+    features = Features(image=Image(), label=Value("string"))
+    broken = [{"bytes": b"", "path": None}] * 2
+    whole = [row["image"] for row in _some_rows()]
+    for images, names, message in (
+        (whole + broken, ["a", "a", "b", "b"], r"task 'task_0': none of the images of 'b' can be read, and 2"),
+        (broken, ["a", "b"], r"none of the 2 images can be read"),
+    ):
+        stream = TaskStream.from_dataset(Dataset.from_dict({"image": images, "label": names}, features))
+        for config in (None, LucaConfig(head="linear")):
+            trainer = make_trainer(tmp_path / "out", stream, None, config, on_bad_image="skip", statistics=False)
+            with pytest.raises(ValueError, match=message):
+                trainer.train()
+            assert not (tmp_path / "out" / "task_0").exists()
 
 
 def test_a_file_that_is_gone_is_an_image_that_cannot_be_read(folder, tmp_path):

@@ -1,5 +1,6 @@
 import io
 import itertools
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -82,6 +83,11 @@ def test_class_order_by_name_or_label(order):
 def test_class_order_of_integer_labels_is_by_label():
     stream = TaskStream.from_dataset(images([7, 3]), class_order=[7, 3], increment=1)
     assert stream.classes == ("7", "3")
+
+
+def test_numbers_of_numpys_are_numbers():
+    stream = TaskStream.from_dataset(images([0, 1, 2]), increment=np.int64(1), init_classes=np.int32(2), seed=None)
+    assert [len(task.classes) for task in stream] == [2, 1]
 
 
 def test_init_classes_and_a_smaller_last_task():
@@ -309,10 +315,41 @@ def test_label_space_is_the_union_in_order_of_first_appearance(parts):
 def test_tasks_that_cannot_be():
     with pytest.raises(ValueError, match="at least one task, found none"):
         TaskStream.from_tasks([])
-    with pytest.raises(ValueError, match="found one DatasetDict; to split it"):
-        TaskStream.from_tasks(DatasetDict(train=images(["a"]), test=images(["a"])))
     with pytest.raises(ValueError, match="cannot be named 1"):
         TaskStream.from_tasks({1: images(["a"])})
+
+
+@pytest.mark.parametrize("one", [DatasetDict, dict])
+def test_splits_are_not_tasks(one):
+    with pytest.raises(
+        ValueError, match=rf"found one {one.__name__} of the splits train, test; to split it into tasks"
+    ):
+        TaskStream.from_tasks(one(train=images(["a"]), test=images(["a"])))
+
+
+@pytest.mark.parametrize("one", [images(["a"]), "folder", Path("folder"), datasets.IterableDatasetDict()])
+def test_one_data_set_is_no_list_of_tasks(one):
+    with pytest.raises(ValueError, match=rf"needs a list or a dict of datasets, found one {type(one).__name__}; to"):
+        TaskStream.from_tasks(one)
+
+
+@pytest.mark.parametrize("tasks", [None, 3])
+def test_what_is_no_list_of_tasks_is_a_type_error(tasks):
+    with pytest.raises(TypeError, match=rf"needs a list or a dict of datasets, found a {type(tasks).__name__}"):
+        TaskStream.from_tasks(tasks)
+    with pytest.raises(TypeError, match=rf"found a {type(tasks).__name__}; needed a datasets"):
+        TaskStream.from_tasks([tasks])
+
+
+def test_tasks_may_come_from_a_generator():
+    stream = TaskStream.from_tasks(images([name]) for name in "ab")
+    assert [(task.name, task.classes) for task in stream] == [("task_0", ("a",)), ("task_1", ("b",))]
+
+
+def test_a_stream_that_is_empty_again_takes_labels_of_any_kind():
+    stream = TaskStream.from_tasks([images([0, 1])])
+    stream.pop()
+    assert stream.append(images(["a"])).classes == ("a",)
 
 
 # --- whatever the stream ---
@@ -383,6 +420,8 @@ def test_image_folder(tmp_path):
         (images([0, 1]), {"class_order": [0]}, "class_order needs each of the 2 .* once, found missing: 1"),
         (images([0, 1]), {"class_order": [0, 1, 1]}, "named twice: 1"),
         (images([0, 1]), {"class_order": [0, 2]}, "without a train image: 2; missing: 1"),
+        (images([0, 1]), {"class_order": [0.5, 1]}, r"class_order names each by its name or its number, found 0\.5"),
+        (images([0, 1]), {"class_order": [None, 1]}, "class_order names each by its name or its number, found None"),
         (images(["a", "b"]), {"class_order": [0, 1]}, "without a train image: 0, 1; missing: a, b"),
         (images([0]), {"test_split": "test"}, "test_split='test' needs a DatasetDict, found a Dataset"),
         (images([0, 0]), {"test_size": 1.0}, r"test_size must be a share between 0 and 1, got 1\.0"),
