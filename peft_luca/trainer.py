@@ -52,6 +52,7 @@ from .hub import (
     write_json,
 )
 from .images import ImageCollator, channels_of, check_processor, image_size, undecoded
+from .layer import luca_layers
 from .learning import EpochBatches, EpochLoader, FeatureHead, TaskProgressCallback
 from .model import LucaModel, quiet_peft
 from .model_card import make_card
@@ -999,6 +1000,12 @@ def _template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[LucaCon
                 "The expert 'default' was never trained: it is taken off, and each task gets one of its own."
             )
             model = tuner.unload()
+    elif luca_layers(model):
+        raise ValueError(
+            "this backbone carries the experts of another PeftModel, such as an earlier trainer's, and training would "
+            "overwrite them. Pass that model (`trainer.model`) to go on with its experts, take them off with its "
+            "`unload()`, or load the backbone anew."
+        )
     template = LucaConfig() if luca_config is None else luca_config.template()
     if template.classes is not None:
         raise ValueError(

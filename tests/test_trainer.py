@@ -825,3 +825,18 @@ def test_what_has_no_place_is_refused(out):
     trainer = make_trainer(out)
     with pytest.raises(ValueError, match="split must be 'train' or 'test', got 'val'"):
         trainer.features(trainer.stream[0], "val")
+
+
+def test_refuses_a_backbone_that_carries_another_trainers_experts(tmp_path):
+    """As in a notebook whose cell is run again: the first trainer's experts stay as they are."""
+    vit = make_vit()
+    first = make_trainer(tmp_path / "first", make_stream(increment=6), model=vit)
+    first.train()
+    before = {name: tensor.clone() for name, tensor in first.tuner.layer.tensors("task_0").items()}
+    with pytest.raises(ValueError, match=r"experts of another PeftModel.*trainer\.model.*unload\(\)"):
+        make_trainer(tmp_path / "second", make_stream(increment=6), model=vit)
+    after = first.tuner.layer.tensors("task_0")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    second = make_trainer(tmp_path / "second", make_stream(increment=6), model=first.tuner.unload())
+    second.train()
+    assert list(second.tuner.experts) == ["task_0"]
