@@ -18,7 +18,7 @@ from environment import write_results
 
 
 ROOT = Path(__file__).parent.parent.parent
-TESTS = "images labels sources streams bases faults resume load metrics config".split()
+TESTS = "images labels sources streams bases faults resume load metrics config hub_security".split()
 
 
 class Figures:
