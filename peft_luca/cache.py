@@ -108,6 +108,17 @@ def read_features(path: Path) -> tuple[Tensor, Tensor]:
         return features, torch.from_numpy(table.column("row").to_numpy())
 
 
+def is_finished(path: Path) -> bool:
+    """Whether a file of [CLS] is complete, and nothing is left of its making, as a kill right at its end leaves it."""
+    return path.is_file() and not path.with_suffix(".lock").exists()
+
+
+def clear_away(path: Path) -> None:
+    """Remove what a complete file of [CLS] was made of; the lock last, which says that there is something."""
+    for suffix in (".partial", ".partial.json", ".lock"):
+        path.with_suffix(suffix).unlink(missing_ok=True)
+
+
 class PartialFeatures:
     """[CLS] vectors in a file that is not complete yet: held by one process at a time, written down now and then."""
 
@@ -132,6 +143,7 @@ class PartialFeatures:
             lock.acquire()
         try:
             if path.is_file():
+                clear_away(path)
                 yield None
                 return
             with writing(path):
@@ -186,5 +198,4 @@ class PartialFeatures:
             writer = ArrowWriter(features=datasets.Features(columns), path=str(temporary))
             writer.write_table(table, writer_batch_size=len(rows))
             writer.finalize()
-        for leftover in (self.data, self.state, self.path.with_suffix(".lock")):
-            leftover.unlink(missing_ok=True)
+        clear_away(self.path)

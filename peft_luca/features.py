@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from .backbone import BackboneFacts
-from .cache import STORAGE, PartialFeatures, read_features
+from .cache import STORAGE, PartialFeatures, is_finished, read_features
 from .images import ROW, ImageCollator, SourceGoneError, read_bytes, to_rgb, undecoded
 
 
@@ -201,7 +201,7 @@ def extract_features(
     process, total = PartialState(), len(dataset)
     rank, processes = process.process_index, process.num_processes
     with ExitStack() as stack:
-        partial = stack.enter_context(PartialFeatures.of(path, dtype)) if writes and not path.is_file() else None
+        partial = stack.enter_context(PartialFeatures.of(path, dtype)) if writes and not is_finished(path) else None
         done = min(gather_object([total if partial is None else partial.rows]))
         if done < total:
             done -= done % batch_size

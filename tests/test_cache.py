@@ -326,6 +326,18 @@ def test_what_another_process_computes_is_waited_for(tmp_path):
         assert partial is None  # it is there now
 
 
+@pytest.mark.parametrize("left", [(".partial", ".partial.json", ".lock"), (".partial.json", ".lock"), (".lock",)])
+def test_what_a_kill_at_the_very_end_leaves_is_cleared_away(out, left):
+    make_trainer(out / "run", features_cache_dir=str(out / "cache"), num_train_epochs=0).train()
+    files = sorted((out / "cache").iterdir())
+    before = {path: path.read_bytes() for path in files}
+    for suffix in left:
+        files[0].with_suffix(suffix).write_text('{"rows": 1, "width": 1, "bad": []}')
+    make_trainer(out / "again", features_cache_dir=str(out / "cache"), num_train_epochs=0).train()
+    assert {path: path.read_bytes() for path in sorted((out / "cache").iterdir())} == before
+
+
+
 def test_write_whole(tmp_path):
     path = tmp_path / "a"
     with write_whole(path) as temporary:
