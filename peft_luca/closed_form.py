@@ -132,16 +132,19 @@ class Gaussian(Classifier):
     A Gaussian per class: Σ_k = (1-γ)·[(1-α)·S_k + α·P] + γ·t_k·I, with S_k the class's covariance, P the pooled one
     and t_k the mean of the bracket's diagonal (Friedman 1989). Scores are -½·(x-μ)ᵀΣ_k⁻¹(x-μ) - ½·β·log|Σ_k|.
 
-    α falls as a class has more images: 1/(1 + 0.13·(n-1)^¼). This rule, β and the temperature, which is above 1 for
-    features have heavier tails than a Gaussian, were chosen by leave-one-out on training images of three data sets:
-    see the routing page of the docs. γ is Ledoit & Wolf's strength for as many images as the bracket is worth.
+    α falls as a class has more images: 1/(1 + 0.13·(n-1)^¼). This rule, β and the temperature, which is above 1
+    because the features have heavier tails than a Gaussian, were chosen by leave-one-out on training images of three
+    data sets: see the routing page of the docs. γ is Ledoit & Wolf's strength for as many images as the bracket is
+    worth.
 
     Args:
         statistics ([`ClassStatistics`]): Pooled.
         shrinkage (`float`, *optional*): α of every class, 0 to 1, in place of the rule's.
         sphere (`float`, *optional*): γ, 0 to 1, in place of the rule's.
         volume (`float`, *optional*, defaults to `0.0`): β: how much the classes' volumes count; 1 in the density.
-        temperature (`float`, *optional*): Divides the scores; 0.44·√d by default.
+        temperature (`float`, *optional*):
+            Divides the scores; 0.44·√d by default. Whether an image is known is judged by [`Prototype`], of this
+            temperature or its own default.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class Gaussian(Classifier):
             rows.append(reduced.float())
             offsets.append((reduced @ means[k]).float())
         # Whether an image is of any class is judged by the pooled covariance: the classes' own differ in volume.
-        self.pooled = Prototype(statistics)
+        self.pooled = Prototype(statistics, temperature=temperature)
         self.inverse = inverse.float()
         self.linear = (means * inverse).float()
         self.constant = (-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float()
@@ -218,10 +221,12 @@ class Ridge(Classifier):
     Args:
         statistics ([`ClassStatistics`]): Pooled, with random features.
         strength (`float`, *optional*): λ, in place of the rule's.
-        temperature (`float`, *optional*, defaults to `0.1`): Divides the scores.
+        temperature (`float`, *optional*): Divides the scores; 0.1 by default.
     """
 
-    def __init__(self, statistics: ClassStatistics, strength: float | None = None, temperature: float = 0.1) -> None:
+    def __init__(
+        self, statistics: ClassStatistics, strength: float | None = None, temperature: float | None = None
+    ) -> None:
         if statistics.gram is None or statistics.random_sums is None:
             raise ValueError(
                 "the ridge router needs random features in the statistics of every expert, equally many. Collect them "

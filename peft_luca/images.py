@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from PIL import ExifTags, Image, ImageOps
 from torch import Tensor, nn
 
@@ -196,7 +197,7 @@ def read_bytes(image: dict[str, Any]) -> bytes:
     try:
         with datasets.utils.file_utils.xopen(path, "rb") as file:
             return bytes(file.read())
-    except ValueError:  # no path at all
+    except (ValueError, MemoryError):  # such a path cannot be, or such a file cannot be held
         raise
     except Exception as error:
         reason = _gone(path, error)
@@ -210,22 +211,26 @@ def read_bytes(image: dict[str, Any]) -> bytes:
 def _gone(path: str, error: Exception) -> str | None:
     """What is missing with a file: its folder, archive, disk or server. `None` where it is the file alone."""
     if not isinstance(error, FileNotFoundError | IsADirectoryError | PermissionError):
-        return str(error)
+        return str(error) or repr(error)
     archive, outer = "::" in path, path.split("::")[-1].removeprefix("file://")
     if "://" in outer:
-        # fsspec says of whatever an HTTP server answers, and of none, that there is no such file
-        answered = getattr(error.__cause__, "status", None) in (404, 410) or not outer.startswith("http")
-        return None if answered and isinstance(error, FileNotFoundError) else repr(error.__cause__ or error)
+        cause = error.__cause__
+        if isinstance(cause, RepositoryNotFoundError | RevisionNotFoundError):
+            return str(cause)
+        # Of whatever an HTTP server answers, and of none, fsspec says that there is no such file. The Hub's files that
+        # are not there have no cause.
+        answered = cause is None or isinstance(cause, EntryNotFoundError) or getattr(cause, "status", 0) in (404, 410)
+        return None if answered and isinstance(error, FileNotFoundError) else repr(cause or error)
     if archive:
         return None if os.path.isfile(outer) else "its archive is not there any more"
     try:
-        beside = os.listdir(os.path.dirname(outer) or ".")
+        with os.scandir(os.path.dirname(outer) or ".") as beside:
+            # So a disk looks that is not mounted, with what a desktop may leave in its place.
+            return None if any(not entry.name.startswith(".") for entry in beside) else "its folder is empty"
     except FileNotFoundError:
         return "its folder is not there any more"
     except OSError as closed:
         return str(closed)
-    # So a disk looks that is not mounted, with what a desktop may leave in its place.
-    return None if any(not name.startswith(".") for name in beside) else "its folder is empty"
 
 
 def undecoded(dataset: Any, image_column: str) -> Any:

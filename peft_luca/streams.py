@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -477,7 +477,7 @@ def _checked_order(argument: str, order: Sequence[str | int], names: tuple[str, 
     by_label = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}
     if _is_integer(feature):
         by_label = {int(name): name for name in names}
-    odd = [item for item in order if not isinstance(item, str | SupportsIndex)]
+    odd = [item for item in order if not isinstance(item, str) and _whole(item) is None]
     if odd:
         raise ValueError(f"{argument} names each by its name or its number, found {odd[0]!r}")
     named = [item if isinstance(item, str) else by_label.get(index(item), str(item)) for item in order]
@@ -492,10 +492,18 @@ def _checked_order(argument: str, order: Sequence[str | int], names: tuple[str, 
     return tuple(named)
 
 
+def _whole(value: Any) -> int | None:
+    """A whole number, also numpy's; `None` for anything else, such as arrays and truth values."""
+    try:
+        return None if isinstance(value, bool | np.bool_) else index(value)
+    except TypeError:
+        return None
+
+
 def _edges(classes: int, increment: int | None, init_classes: int | None) -> list[int]:
     """Where the tasks end, counted in classes: (10, 3, None) → [3, 6, 9, 10]."""
     for argument, value in (("increment", increment), ("init_classes", init_classes)):
-        if value is not None and not (isinstance(value, SupportsIndex) and 1 <= index(value) <= classes):
+        if value is not None and not 1 <= (_whole(value) or 0) <= classes:
             raise ValueError(f"{argument} must be a whole number from 1 to the {classes} classes, got {value}")
     increment = increment or classes
     return [*range(init_classes or increment, classes, increment), classes]

@@ -288,7 +288,8 @@ class ContinualTrainer(Trainer):
             if isinstance(error, KeyboardInterrupt) and self.is_world_process_zero():
                 logger.warning(
                     f"Interrupted: {len(self._records)} of {len(self.stream)} tasks are finished, and kept in "
-                    f"{self.args.output_dir}. Start again with the same output_dir to go on."
+                    f"{self.args.output_dir}. To go on, call train() again, or start again with the same output_dir "
+                    "and the backbone loaded anew."
                 )
             if task.name not in self._learnt:
                 self._drop_expert(task)
@@ -1003,8 +1004,8 @@ def _template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[LucaCon
     elif luca_layers(model):
         raise ValueError(
             "this backbone carries the experts of another PeftModel, such as an earlier trainer's, and training would "
-            "overwrite them. Pass that model (`trainer.model`) to go on with its experts, take them off with its "
-            "`unload()`, or load the backbone anew."
+            "overwrite them. Take them off (`trainer.model.unload()`) or load the backbone anew; a run that was "
+            "interrupted goes on after either."
         )
     template = LucaConfig() if luca_config is None else luca_config.template()
     if template.classes is not None:

@@ -44,8 +44,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# What a field that is annotated as such may hold: "False" is true, and so no switch.
-KINDS: dict[str, type] = {"bool": bool, "int": Integral, "float": Real}
+# What a field that is annotated as such may hold, and in words: "False" is true, and so no switch, and True no number.
+KINDS: dict[str, tuple[type, str]] = {
+    "bool": (bool, "True or False"),
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+}
 
 # The same for [`LucaConfig`].
 CONFIG_RECIPES: dict[str, dict[str, Any]] = {
@@ -152,11 +156,18 @@ class ContinualTrainingArguments(TrainingArguments):
     plots: bool = field(default=False, metadata={"help": "Draw pictures of the run when it ends."})
 
     def __post_init__(self) -> None:
-        for name, kind in ContinualTrainingArguments.__annotations__.items():
-            wanted, *or_none = kind.split(" | ")
+        inherited = {"gradient_accumulation_steps": "int", "max_steps": "int"}
+        for name, annotation in {**ContinualTrainingArguments.__annotations__, **inherited}.items():
+            kind, *or_none = annotation.split(" | ")
             value = getattr(self, name)
-            if not isinstance(value, KINDS.get(wanted, object)) and not (value is None and or_none):
-                raise ValueError(f"{name} must be a {wanted}, got {value!r}.")
+            if kind not in KINDS or (value is None and or_none):
+                continue
+            wanted, words = KINDS[kind]
+            if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
+                raise ValueError(f"{name} must be {words}, got {value!r}.")
+            if kind != "bool":  # numpy's numbers could not be written into a file
+                number: Any = value
+                setattr(self, name, int(number) if isinstance(value, Integral) else float(number))
         if self.recipe not in tuple(RECIPES):
             raise ValueError(f"recipe must be one of {', '.join(map(repr, RECIPES))}, got {self.recipe!r}.")
         if self.augmented_views < 0:
@@ -187,6 +198,8 @@ class ContinualTrainingArguments(TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if not 0 <= (self.learning_rate or 0) < float("inf"):
+            raise ValueError(f"learning_rate must be a finite number of at least 0, got {self.learning_rate}.")
         if not 0 <= (self.num_train_epochs or 0) < float("inf"):
             raise ValueError(f"num_train_epochs must be a number of at least 0, got {self.num_train_epochs}.")
         if self.max_steps == 0 or self.max_steps < -1:

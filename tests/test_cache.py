@@ -337,7 +337,6 @@ def test_what_a_kill_at_the_very_end_leaves_is_cleared_away(out, left):
     assert {path: path.read_bytes() for path in sorted((out / "cache").iterdir())} == before
 
 
-
 def test_write_whole(tmp_path):
     path = tmp_path / "a"
     with write_whole(path) as temporary:

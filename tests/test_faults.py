@@ -250,7 +250,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode != 0
-    assert re.search(r"Interrupted: 1 of 3 tasks are finished, and kept in \S+out\. Start again with the same", errors)
+    assert re.search(r"Interrupted: 1 of 3 tasks are finished, and kept in \S+out\. To go on, call train\(\)", errors)
     assert "KeyboardInterrupt" in errors
     trainer = make_trainer(tmp_path / "out")
     assert trainer.train().global_step == 12

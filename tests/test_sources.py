@@ -8,9 +8,11 @@ import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
+import httpx
 import pytest
 from conftest import make_trainer
 from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, Value, load_dataset
+from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from PIL import Image as PilImage
 
 from peft_luca import LucaConfig, TaskStream
@@ -250,7 +252,7 @@ def test_rows_that_come_once_are_all_read():
 
 def test_a_stream_without_rows_is_none():
     for features in (None, Features(image=Image(), label=Value("string"))):
-        empty = IterableDataset.from_generator(breaking_off, features=features)
+        empty = IterableDataset.from_generator(no_rows, features=features)
         for read in (TaskStream.from_dataset, lambda data: TaskStream.from_tasks([data])):
             with pytest.raises(ValueError, match=r"the train images.* are none; every task needs at least one"):
                 read(empty)
@@ -258,7 +260,7 @@ def test_a_stream_without_rows_is_none():
         assert TaskStream.from_dataset((rows, empty))[0].test is None
 
 
-def breaking_off():
+def no_rows():
     yield from ()
 
 
@@ -324,12 +326,12 @@ def test_a_folder_that_may_not_be_listed_is_gone(folder, monkeypatch):
     def refused(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "listdir", refused)
+    monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(SourceGoneError, match="Permission denied"):
         read_bytes({"path": str(root / "a/2.png"), "bytes": None})
 
 
-@pytest.mark.parametrize("status", [404, 403, 500, 503, None])
+@pytest.mark.parametrize("status", [404, 410, 403, 500, 503, None])
 def test_a_server_that_does_not_answer_is_no_image_to_skip(monkeypatch, status):
     """fsspec has one error, FileNotFoundError, for whatever a server says, and for none that is there."""
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
@@ -349,13 +351,43 @@ def test_a_server_that_does_not_answer_is_no_image_to_skip(monkeypatch, status):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         port = server.server_port if status else 1
-        gone = SourceGoneError if status != 404 else FileNotFoundError
+        gone = SourceGoneError if status not in (404, 410) else FileNotFoundError
         try:
             with pytest.raises(gone):
                 read_bytes({"path": f"http://127.0.0.1:{port}/1.png", "bytes": None})
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize(
+    ("cause", "gone"),
+    [(None, False), (EntryNotFoundError, False), (RepositoryNotFoundError, True), (RevisionNotFoundError, True)],
+)
+@pytest.mark.parametrize(
+    "path", ["hf://datasets/me/images/1.png", "https://huggingface.co/me/images/resolve/main/1.png"]
+)
+def test_a_repository_that_is_gone_is_no_image_to_skip(monkeypatch, path, cause, gone):
+    """The Hub's file system has one error for both, too, and says by its cause what is missing."""
+
+    def missing(*args, **kwargs):
+        answer = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co"))
+        kind = {"response": answer} if gone else {}
+        raise FileNotFoundError(path) from (cause and cause("there is none", **kind))
+
+    monkeypatch.setattr(datasets.utils.file_utils, "xopen", missing)
+    with pytest.raises(FileNotFoundError if not gone else SourceGoneError):
+        read_bytes({"path": path, "bytes": None})
+
+
+@pytest.mark.parametrize(("error", "said"), [(OSError(), r"cannot be read: OSError\(\)"), (MemoryError(), "^$")])
+def test_what_a_source_says_is_said(monkeypatch, error, said):
+    def fails(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(datasets.utils.file_utils, "xopen", fails)
+    with pytest.raises(SourceGoneError if isinstance(error, OSError) else MemoryError, match=said):
+        read_bytes({"path": "images/1.png", "bytes": None})
 
 
 def test_an_archive_that_is_gone_is_no_image_to_skip(tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,6 +89,22 @@ def test_class_order_of_integer_labels_is_by_label():
 def test_numbers_of_numpys_are_numbers():
     stream = TaskStream.from_dataset(images([0, 1, 2]), increment=np.int64(1), init_classes=np.int32(2), seed=None)
     assert [len(task.classes) for task in stream] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"class_order": np.array([[2], [1], [0]])},
+        {"class_order": torch.tensor([2.0, 1.0, 0.0])},
+        {"class_order": [True, False, 2]},
+        {"increment": np.array([1, 2])},
+        {"increment": True},
+        {"init_classes": 1.5, "increment": 1},
+    ],
+)
+def test_what_is_no_whole_number_is_refused_as_such(options):
+    with pytest.raises(ValueError, match=r"by its name or its number|must be a whole number"):
+        TaskStream.from_dataset(images([0, 1, 2]), **options)
 
 
 def test_init_classes_and_a_smaller_last_task():

@@ -833,10 +833,27 @@ def test_refuses_a_backbone_that_carries_another_trainers_experts(tmp_path):
     first = make_trainer(tmp_path / "first", make_stream(increment=6), model=vit)
     first.train()
     before = {name: tensor.clone() for name, tensor in first.tuner.layer.tensors("task_0").items()}
-    with pytest.raises(ValueError, match=r"experts of another PeftModel.*trainer\.model.*unload\(\)"):
+    with pytest.raises(ValueError, match=r"experts of another PeftModel.*trainer\.model\.unload\(\)"):
         make_trainer(tmp_path / "second", make_stream(increment=6), model=vit)
     after = first.tuner.layer.tensors("task_0")
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    second = make_trainer(tmp_path / "second", make_stream(increment=6), model=first.tuner.unload())
-    second.train()
-    assert list(second.tuner.experts) == ["task_0"]
+
+
+def test_an_interrupted_run_goes_on_with_the_backbone_taken_off(out):
+    class Interrupt(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            if len(run.tuner.experts) == 2:
+                raise KeyboardInterrupt
+
+    vit = make_vit()
+    run = make_trainer(out, make_stream(), model=vit)
+    run.add_callback(Interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert len(run.results()["tasks"]) == 1
+    again = make_trainer(out, make_stream(), model=run.model.unload())
+    assert again.model is vit
+    again.train()
+    whole = make_trainer(out / "whole", make_stream(), model=make_vit())
+    whole.train()
+    assert again.results()["accuracy_matrix"] == whole.results()["accuracy_matrix"]
