@@ -406,3 +406,17 @@ def test_figures_of_the_reliability_page_are_those_of_its_results():
     assert f"in a sample of {results['mutants']} places" in text
     assert f"The tests notice {results['killed']} of them ({100 * results['share_killed']:.1f} %)" in text
     assert all(mutant["why"] for mutant in results["survivors"])
+    run = results_of("reliability.json")
+    measured, kills = run["measured"], run["measured"]["kills"]
+    assert f"In the last run {run['passed']:,} tests passed and none failed" in text
+    assert all(set(counts) <= {"passed", "skipped"} for counts in run["cases"].values())
+    assert f"| {sum(kills['killed'].values())}, after which {kills['runs']} runs ended" in text
+    assert f"{kills['differing']} differed, {kills['failed']} failed" in text
+    mib = {name: f"{value / 2**20:.1f} MiB" for name, value in measured.items() if "grown_bytes" in name}
+    assert f"{measured['add_delete_rounds']:,} rounds, memory grown by {mib['add_delete_grown_bytes']} |" in text
+    for router in ("entropy", "gaussian"):
+        calls, grown = measured[f"route_calls_{router}"], mib[f"route_grown_bytes_{router}"]
+        assert f"{calls:,} by `{router}`, grown by {grown}" in text
+    wanted = [f"{measured['seconds'][what]:.0f}" for what in ("add", "save", "load", "route", "delete")]
+    row = next(line for line in text.split("| ") if line.startswith("added in "))
+    assert re.findall(r" (\d+) s", row) == wanted
