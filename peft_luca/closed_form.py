@@ -199,6 +199,8 @@ class Gaussian(Classifier):
         self.lengths = torch.tensor([len(part) for part in rows])
 
     def scores(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and not len(x):  # torch cannot reduce the parts of nothing
+            return x.new_zeros(0, len(self.constant))
         y = x @ self.basis.to(x)
         scores = y @ self.linear.to(x).T - 0.5 * y.square() @ self.inverse.to(x).T + self.constant.to(x)
         rows, offsets, lengths = self.rows.to(x), self.offsets.to(x), self.lengths.to(x.device)
@@ -298,8 +300,8 @@ def _check_share(name: str, value: Any) -> None:
 
 
 def _temperature(value: float | None, default: float) -> float:
-    if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"temperature must be a finite number above 0, got {value}.")
+    if value is not None and (not isinstance(value, int | float) or not 0 < value < math.inf):
+        raise ValueError(f"temperature must be a finite number above 0, got {value!r}.")
     return default if value is None else float(value)
 
 

@@ -755,7 +755,10 @@ def _set_router(tuner: LucaModel, router: dict[str, Any]) -> None:
     try:
         tuner.set_router(router["name"], **router["options"])
     except (ValueError, RuntimeError) as error:  # a stranger's options
-        raise InvalidExpertError(f"the collection's router {router} cannot be set: {error}") from error
+        raise InvalidExpertError(
+            f"the collection's router {router} cannot be set: {error} To load the experts without a router, name "
+            "their folders in place of the collection's: load_experts(model, ['collection/expert', …])."
+        ) from error
 
 
 def _renamed(expert: str, classes: list[str], rename: Mapping[str, str]) -> list[str]:

@@ -396,6 +396,8 @@ class LucaLayer(nn.Module, BaseTunerLayer):
                 "the oracle router, and no other, is told which expert answers each image: set_router('oracle'), then "
                 "route(pixel_values, expert=...) with places in the experts' order, (batch,)."
             )
+        if expert is not None and not torch.compiler.is_compiling():
+            _check_places(expert, len(z), len(self.configs))
         index, device = self.class_index, z.device
         asked = min(common.candidates or len(self.configs), len(self.configs))
         per_sample = asked * max(index.rows, len(index.classes))
@@ -423,10 +425,13 @@ class LucaLayer(nn.Module, BaseTunerLayer):
                 costs = torch.zeros_like(entropies)
             else:
                 costs = entropies if router is entropy and not options else router(scores, **options)
-                if costs.shape != entropies.shape:
+                if not isinstance(costs, Tensor) or costs.shape != entropies.shape or costs.dtype == torch.bool:
+                    found = repr(costs)[:100]
+                    if isinstance(costs, Tensor):
+                        found = f"{tuple(costs.shape)} of {costs.dtype}"
                     raise ValueError(
-                        f"a router returns one number per sample and expert, here of shape {tuple(entropies.shape)}, "
-                        f"got {tuple(costs.shape)}."
+                        "a router returns a tensor of one number per sample and expert, here of shape "
+                        f"{tuple(entropies.shape)}, got {found}."
                     )
                 chosen = costs.argmin(dim=1)  # (batch,)
             best = entropies.gather(1, chosen[:, None])[:, 0]
@@ -440,12 +445,13 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             chunks.append((logits, chosen, best, entropies, costs))
         logits, chosen, certain, *rest = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if isinstance(router, StatisticsRouter):
-            return RoutingOutput(logits, chosen, certain, None, rest[0], rest[0] < common.unknown_below)
+            # Not `<`: what is no number is unknown.
+            return RoutingOutput(logits, chosen, certain, None, rest[0], ~(rest[0] >= common.unknown_below))
         if common.routing_scope == "batch":
             logits, chosen = self._one_expert(z, rest[1])
             certain = rest[0].gather(1, chosen[:, None])[:, 0]
         confidence = torch.softmax(logits.float() / options.get("temperature", 1.0), dim=-1).amax(dim=-1)
-        return RoutingOutput(logits, chosen, certain, rest[0], confidence, confidence < common.unknown_below)
+        return RoutingOutput(logits, chosen, certain, rest[0], confidence, ~(confidence >= common.unknown_below))
 
     def _candidates(self, z: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """[`scores`] of each image's own candidates, (batch, count, C), what is known of them, and their places."""
@@ -558,6 +564,15 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             # Not index_add_, whose sums on an accelerator run in another order each time.
             sums += F.one_hot(label, len(rows)).to(vectors.device, torch.float64).T @ vectors.double()
         rows.copy_(sums / counts[:, None])
+
+
+def _check_places(expert: Tensor, images: int, experts: int) -> None:
+    whole = isinstance(expert, Tensor) and not (expert.is_floating_point() or expert.dtype == torch.bool)
+    if not whole or expert.shape != (images,) or not all(0 <= place < experts for place in expert.tolist()):
+        raise ValueError(
+            f"expert must be a tensor of {images} whole numbers, the place of each image's expert from 0 to "
+            f"{experts - 1}, got {expert!r}."
+        )
 
 
 def own_mask(own: Tensor, classes: int) -> Tensor:

@@ -6,6 +6,7 @@ itself, and credits the expert whose class it names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,6 +23,8 @@ from .config import LucaConfig
 Router = Callable[..., Tensor]
 ROUTING_SCOPES = ("sample", "batch")
 
+# Below this, scores divided by it could overflow.
+LEAST_TEMPERATURE = 1e-6
 # A class that an expert cannot score gets this much less than its lowest score: finite, so that losses stay finite.
 UNKNOWN_MARGIN = 10.0
 
@@ -72,11 +75,11 @@ class RouterOptions(NamedTuple):
     def split(cls, options: dict[str, Any]) -> tuple[RouterOptions, dict[str, Any]]:
         """The common options, checked, and the router's own."""
         common = cls(**{name: options[name] for name in cls._fields if name in options})
-        if not 0 <= common.unknown_below <= 1:
+        if not _is_number(common.unknown_below) or not 0 <= common.unknown_below <= 1:
             raise ValueError(f"unknown_below must be between 0 and 1, got {common.unknown_below!r}.")
         if common.routing_scope not in ROUTING_SCOPES:
             raise ValueError(f"routing_scope must be one of {ROUTING_SCOPES}, got {common.routing_scope!r}.")
-        if common.candidates is not None and not (isinstance(common.candidates, int) and common.candidates >= 1):
+        if common.candidates is not None and not (type(common.candidates) is int and common.candidates >= 1):
             raise ValueError(f"candidates must be an int of at least 1, got {common.candidates!r}.")
         if common.candidates is not None and common.routing_scope == "batch":
             raise ValueError("routing_scope='batch' asks all experts, so that it does not go with candidates.")
@@ -119,13 +122,20 @@ def energy(scores: Tensor, temperature: float = 1.0) -> Tensor:
     Free energy -τ·log Σ exp(score/τ) of each expert: `(batch, experts, C)` → `(batch, experts)`. It grows with an
     expert's scale σ, unlike the other routers. From https://arxiv.org/abs/2010.03759.
     """
-    return -temperature * torch.logsumexp(_tempered(scores, temperature), dim=-1)
+    return torch.logsumexp(_tempered(scores, temperature), dim=-1) * -temperature
 
 
 def _tempered(scores: Tensor, temperature: float) -> Tensor:
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}.")
+    if not _is_number(temperature) or not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(
+            f"temperature must be a finite number of at least {LEAST_TEMPERATURE:g}, got {temperature!r}."
+        )
     return scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
+
+
+def _is_number(value: Any) -> bool:
+    """Python's own, which a file of a collection can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 # ---- routers that take more than scores --------------------------------------------------------------------------

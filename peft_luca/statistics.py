@@ -32,6 +32,10 @@ LEAST_VARIANCE = 1e-12
 TOLERANCE = 1e-3  # of numbers in a file, which were rounded to float32
 
 
+def _kind(value: Any) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
 def unit_features(z: Tensor, mean: Tensor | None = None, std: Tensor | None = None) -> Tensor:
     """[CLS], (batch, d), standardised by the reference and brought to length 1, in the type of `z`."""
     if mean is not None and std is not None:
@@ -98,14 +102,23 @@ class ClassStatistics:
         Raises:
             ValueError: a class has no image, or a number is not finite.
         """
+        check_classes(classes)
+        if not isinstance(features, Tensor) or features.ndim != 2 or not features.is_floating_point():
+            raise ValueError(f"features must be a tensor of numbers, (images, d), got {_kind(features)}.")
+        whole = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.shape == features.shape[:1]
+        if not whole or bool((labels < 0).any()):
+            raise ValueError(
+                f"labels must be a tensor of {len(features)} positions in classes, from 0 on, got {_kind(labels)}."
+            )
+        for name, number in (("rank", rank), ("random_features", random_features)):
+            if number is not None and (not isinstance(number, int) or number < 0):
+                raise ValueError(f"{name} must be a whole number of at least 0, got {number!r}.")
         counts = torch.bincount(labels.cpu(), minlength=len(classes))
         if len(counts) != len(classes) or not counts.all():
             raise ValueError(
                 f"statistics need an image of every class, but the images per label are {counts.tolist()} for the "
                 f"{counted(len(classes), 'class')} {list(classes)[:5]}."
             )
-        if rank is not None and rank < 0:
-            raise ValueError(f"rank must be at least 0, or None for the full scatter, got {rank}.")
 
         def take(rows: Tensor) -> Tensor:
             x = rows.double().cpu()

@@ -335,7 +335,7 @@ class TaskStream:
 
     def _extend(self, train: "_Split", test: "_Split | None", groups: Sequence[tuple[str, Indices, Indices]]) -> None:
         """Add tasks: names, and rows of the train and the test images. All are checked before any is added."""
-        taken = {task.name for task in self}
+        taken = {task.name.lower(): task.name for task in self}
         members: list[tuple[str, ...]] = []
         for name, train_rows, test_rows in groups:
             if not isinstance(name, str) or NAME_RULE.fullmatch(name) is None:
@@ -344,9 +344,12 @@ class TaskStream:
                     "'_' and '-' only, at most 128, and starts with a letter or digit; rename the domain, or choose "
                     "names with TaskStream.from_tasks({name: dataset, ...})"
                 )
-            if name in taken:
-                raise ValueError(f"there is a task {name!r} already; every task needs a name of its own")
-            taken.add(name)
+            if name.lower() in taken:
+                raise ValueError(
+                    f"there is a task {taken[name.lower()]!r} already, and another cannot be named {name!r}; every "
+                    "task needs a name of its own, also where capital letters do not count, as on many disks"
+                )
+            taken[name.lower()] = name
             codes = np.unique(train.codes[train_rows])
             members.append(tuple(train.classes[code] for code in codes))
             outside = np.setdiff1d(test.codes[test_rows], codes) if test else codes[:0]
@@ -504,7 +507,7 @@ def _edges(classes: int, increment: int | None, init_classes: int | None) -> lis
     """Where the tasks end, counted in classes: (10, 3, None) → [3, 6, 9, 10]."""
     for argument, value in (("increment", increment), ("init_classes", init_classes)):
         if value is not None and not 1 <= (_whole(value) or 0) <= classes:
-            raise ValueError(f"{argument} must be a whole number from 1 to the {classes} classes, got {value}")
+            raise ValueError(f"{argument} must be a whole number from 1 to the {classes} classes, got {value!r}")
     increment = increment or classes
     return [*range(init_classes or increment, classes, increment), classes]
 

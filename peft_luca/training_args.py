@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy, SchedulerType
+from transformers.training_args import OptimizerNames
 
 from .cache import STORAGE
 from .closed_form import StatisticsRouter
@@ -51,6 +52,9 @@ KINDS: dict[str, tuple[type, str]] = {
     "float": (Real, "a number"),
 }
 
+# Those whose steps `soft_threshold` knows the size of.
+PROXIMAL_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+
 # The same for [`LucaConfig`].
 CONFIG_RECIPES: dict[str, dict[str, Any]] = {
     "own": OWN_RECIPE,
@@ -75,7 +79,7 @@ class ContinualTrainingArguments(TrainingArguments):
         l1_weight (`float`, *optional*):
             λ of the ℓ1 penalty λ·Σ|θ| over the LuCA module. 5e-4 in both recipes.
         l1_proximal (`bool`, *optional*, defaults to `False`):
-            Take the penalty's step by soft-threshold, so that zeros are zeros.
+            Take the penalty's step by soft-threshold, so that zeros are zeros. With AdamW and SGD only.
         negatives (`str`, *optional*):
             `"own"`: cross-entropy over the expert's own classes. `"seen"`: over all classes seen so far, earlier rows
             frozen. Own in the own recipe, seen in the paper's.
@@ -215,6 +219,11 @@ class ContinualTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"schedule_per_epoch goes with lr_scheduler_type='cosine', got {self.lr_scheduler_type!r}. Set "
                 "schedule_per_epoch=False for the other schedules, which change per step."
+            )
+        if self.l1_proximal and self.optim not in PROXIMAL_OPTIMIZERS:
+            raise ValueError(
+                f"l1_proximal needs the size of the optimizer's steps, which is known of "
+                f"{', '.join(PROXIMAL_OPTIMIZERS)}, not of {OptimizerNames(self.optim).value!r}."
             )
         if self.load_best_model_at_end:
             raise ValueError(

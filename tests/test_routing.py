@@ -124,7 +124,7 @@ def test_entropy_is_between_nothing_and_that_of_a_fair_die():
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_a_temperature_must_be_positive(temperature):
-    with pytest.raises(ValueError, match="temperature must be above 0"):
+    with pytest.raises(ValueError, match="temperature must be a finite number"):
         entropy(torch.zeros(1, 1, 2), temperature=temperature)
 
 
@@ -160,7 +160,7 @@ def test_a_router_of_the_wrong_shape_is_refused():
     [
         ("best", {}, "there is no router called 'best'. Choose one of .*'entropy'"),
         ("entropy", {"heat": 2.0}, "does not take these options: .*heat"),
-        ("entropy", {"temperature": 0.0}, "temperature must be above 0"),
+        ("entropy", {"temperature": 0.0}, "temperature must be a finite number"),
         (None, {"temperature": 2.0}, r"no router, so no options: got \['temperature'\]"),
     ],
 )
@@ -231,3 +231,41 @@ def test_an_empty_batch():
     routed = model.base_model.layer.route(torch.zeros(0, D))
     assert routed.logits.shape == (0, 3)
     assert routed.expert.shape == (0,)
+
+
+@pytest.mark.parametrize("router", ["entropy", "max_prob", "margin", "energy"])
+@pytest.mark.parametrize("temperature", [float("inf"), float("nan"), 1e-40, "2", True, torch.tensor(2.0)])
+def test_a_temperature_is_a_number_that_scores_can_be_divided_by(router, temperature):
+    model = make_model({"first": ["a", "b"], "second": ["c"]})
+    with pytest.raises(ValueError, match="temperature must be a finite number"):
+        model.base_model.set_router(router, temperature=temperature)
+
+
+@pytest.mark.parametrize("value", ["0.5", None, True])
+def test_unknown_below_is_a_number(value):
+    with pytest.raises(ValueError, match="unknown_below must be between 0 and 1"):
+        make_model({"first": ["a", "b"], "second": ["c"]}).base_model.set_router("entropy", unknown_below=value)
+
+
+def test_what_is_no_number_is_unknown():
+    model = make_model({"first": ["a", "b"], "second": ["c"]})
+    model.base_model.set_router("entropy", unknown_below=0.5)
+    assert model.base_model.layer.route(torch.full((2, D), torch.nan)).unknown.all()
+
+
+@pytest.mark.parametrize(
+    "places", [0, [0, 0], torch.tensor([0]), torch.tensor([0, 2]), torch.tensor([-1, 0]), torch.tensor([0.0, 1.0])]
+)
+def test_the_oracle_is_told_a_place_for_each_image(places):
+    model = make_model({"first": ["a", "b"], "second": ["c"]})
+    model.base_model.set_router("oracle")
+    with pytest.raises(ValueError, match="expert must be a tensor of 2 whole numbers"):
+        model.base_model.layer.route(torch.randn(2, D), expert=places)
+
+
+@pytest.mark.parametrize("found", [None, [[0.0, 1.0]], torch.zeros(1, 2, dtype=torch.bool)])
+def test_a_router_of_ones_own_returns_a_tensor_of_numbers(found):
+    layer = make_model({"first": ["a", "b"], "second": ["c"]}).base_model.layer
+    layer.set_router(lambda scores: found, {})
+    with pytest.raises(ValueError, match="a router returns a tensor of one number per sample and expert"):
+        layer.route(torch.randn(1, D))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from peft_luca import LucaConfig, LucaLayer
+from peft_luca import ContinualTrainingArguments, LucaConfig, LucaLayer
 from peft_luca.sparsity import overlap_report, soft_threshold
 
 
@@ -74,3 +74,10 @@ def test_report_on_experts():
     assert report["sparsity"]["two"] == 1
     assert report["overlap"] == 0
     assert overlap_report(layer("one"))["cosine"] is None
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "rmsprop", "adagrad"])
+def test_the_proximal_step_is_refused_where_the_size_of_steps_is_not_known(optim):
+    with pytest.raises(ValueError, match=f"l1_proximal needs .* not of '{optim}'"):
+        ContinualTrainingArguments("out", optim=optim, l1_proximal=True)
+    ContinualTrainingArguments("out", optim=optim)

@@ -401,3 +401,30 @@ def test_a_missing_class_is_counted_and_sums_keep_their_precision():
     assert "random_sums=" not in repr(whole)
     pooled = pool({"s": whole, "t": whole})
     assert (pooled.gram.dtype, pooled.random_sums.dtype) == (torch.float64, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"features": [[1.0]]}, "features must be a tensor of numbers"),
+        ({"features": torch.zeros(6)}, "features must be a tensor of numbers"),
+        ({"labels": torch.zeros(6)}, "labels must be a tensor of 6 positions"),
+        ({"labels": torch.tensor([0, 0, 0, 1, 1, -1])}, "labels must be a tensor of 6 positions"),
+        ({"labels": [0, 0, 0, 1, 1, 1]}, "labels must be a tensor of 6 positions"),
+        ({"classes": ["a", "a"]}, "each class may be named once"),
+        ({"rank": 1.5}, "rank must be a whole number"),
+        ({"random_features": -5}, "random_features must be a whole number"),
+    ],
+)
+def test_collect_says_what_it_needs(changed, message):
+    given = {"features": torch.randn(6, 4), "labels": torch.tensor([0, 0, 0, 1, 1, 1]), "classes": ["a", "b"]}
+    with pytest.raises(ValueError, match=message):
+        ClassStatistics.collect(**given | changed)
+
+
+@pytest.mark.parametrize("classifier", [Gaussian, Prototype])
+def test_no_images_have_no_posterior(classifier):
+    x, y = images()
+    made = classifier(ClassStatistics.collect(x, y, NAMES))
+    assert made.log_posterior(torch.zeros(0, D)).shape == (0, len(NAMES))
+    assert made.log_known(torch.zeros(0, D)).shape == (0,)

@@ -532,3 +532,8 @@ def test_long_lists_of_names_are_cut():
         TaskStream.from_dataset((images(["a"]), images([*"abcdef"])))
     with pytest.raises(ValueError, match=r"no train image has: b, c, d, e, f, \.\.\. 1 more; add"):
         TaskStream.from_dataset((images(["a"]), images([*"abcdefg"])))
+
+
+def test_tasks_whose_names_differ_by_capital_letters_alone_are_refused():
+    with pytest.raises(ValueError, match="a task 'a' already, and another cannot be named 'A'"):
+        TaskStream.from_tasks({"a": images([0, 1]), "A": images([2, 3])})

@@ -36,6 +36,7 @@ FIGURES = "last_accuracy", "average_accuracy", "routing_accuracy", "task_known_a
 class AblationArguments(BenchmarkArguments):
     """What to measure."""
 
+    output: str = field(default="ablations.json", metadata={"help": "Where the figures go."})
     class_order_seeds: list[int] = field(default_factory=lambda: [1993, 0, 1], metadata={"help": "Class orders."})
 
 

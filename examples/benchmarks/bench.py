@@ -115,6 +115,9 @@ class Bench:
                 f"{args.dataset!r} has no test images. Name their split with --test_split, or hold out a share of the "
                 "train images with --test_size 0.2."
             )
+        classes = len(self.whole.classes)
+        if args.increment is not None and args.increment > classes:
+            raise SystemExit(f"--increment {args.increment} is more than the {classes} classes that there are.")
         self.collator = ImageCollator(self.processor, self.whole.image_column)
         tuner = get_peft_model(self.model, LucaConfig(classes=["a", "b"])).base_model
         self.reference: tuple[Any, Any] = (None, None)
@@ -133,6 +136,14 @@ class Bench:
         tuner.unload()
 
     def _read(self) -> TaskStream:
+        try:
+            return self._stream_of_all()
+        except ValueError as error:
+            raise SystemExit(
+                f"{error}\nFrom the shell: --label_column, --image_column, --train_split, --test_split, --test_size."
+            ) from error
+
+    def _stream_of_all(self) -> TaskStream:
         """Domains as tasks, or all classes as one task, in the data set's own order."""
         args, dataset = self.args, load(self.args)
         columns: dict[str, Any] = {"label_column": args.label_column, "image_column": args.image_column}

@@ -199,6 +199,7 @@ VARIANTS: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
 class PathArguments(BenchmarkArguments):
     """What to measure."""
 
+    output: str = field(default="entropy_paths.json", metadata={"help": "Where the figures go."})
     class_order_seeds: list[int] = field(default_factory=lambda: [1993, 0, 1], metadata={"help": "Class orders."})
     variants: list[str] = field(default_factory=lambda: list(VARIANTS), metadata={"help": "Which of them."})
 

@@ -399,10 +399,11 @@ def page(results: Path, configs: Path) -> str:
     silhouettes = ", ".join(f"{name} {panel['silhouette']:.3f}" for name, panel in tsne["panels"].items())
     known = list(map(read, sorted(configs.glob("*.json"))))
     unmeasured = [config for config in known if not config["offline"]]
-    streams = {stream: rows_of(results, stream) for stream in STREAMS}
+    own = {path.name: path.name for path in sorted(results.iterdir()) if path.is_dir() and path.name not in STREAMS}
+    streams = {stream: rows_of(results, stream) for stream in STREAMS | own}
     left = unfinished(results, known)
     return PAGE.format(
-        streams="\n".join(of_a_stream(stream, STREAMS[stream], rows) for stream, rows in streams.items() if rows),
+        streams="\n".join(of_a_stream(s, (STREAMS | own)[s], rows) for s, rows in streams.items() if rows),
         layerwise=layerwise_tables(read(results / "layerwise.json")),
         growth=growth_tables(read(results / "growth.json")),
         ablations=ablation_tables(results),

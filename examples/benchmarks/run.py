@@ -59,22 +59,38 @@ def arguments_of(config: dict[str, Any]) -> list[str]:
 
 
 def parse(arguments: list[str]) -> RowArguments:
-    (args,) = HfArgumentParser(RowArguments).parse_args_into_dataclasses(arguments)
+    args, unknown = HfArgumentParser(RowArguments).parse_args_into_dataclasses(
+        arguments, return_remaining_strings=True
+    )
+    if unknown:
+        raise SystemExit(f"there is no argument {unknown[0]!r}. See --help.")
     args.name = args.name or Path(args.dataset).resolve().name
     return args
 
 
-def run_row(args: RowArguments, bench: Bench, command: str) -> None:
-    """Every seed, written down as soon as it is measured."""
+def check(args: RowArguments) -> None:
+    """What can be told before [CLS] of every image is computed."""
     if args.increment is None and args.domain_column is None:
         raise SystemExit("how are the tasks cut? Give --increment, the classes of a task, or --domain_column.")
-    method, settings = METHODS[args.method], json.loads(args.settings)
-    unknown = [name for name in settings if not hasattr(method, name)]
+    if args.increment is not None and args.increment < 1:
+        raise SystemExit(f"--increment is the number of classes of a task, at least 1, not {args.increment}.")
+    if Path(args.name).name != args.name:
+        raise SystemExit(f"--name is the name of a folder within the results, not {args.name!r}.")
+    try:
+        settings = json.loads(args.settings)
+    except json.JSONDecodeError as error:
+        raise SystemExit(f"--settings is no JSON: {error}.") from error
+    unknown = [name for name in settings if not hasattr(METHODS[args.method], name)]
     if unknown:
         raise SystemExit(f"{args.method} has no {', '.join(unknown)} to set.")
-    method = type(method.__name__, (method,), settings)
+    (Path(args.results) / args.name).mkdir(parents=True, exist_ok=True)
+
+
+def run_row(args: RowArguments, bench: Bench, command: str) -> None:
+    """Every seed, written down as soon as it is measured."""
+    method = METHODS[args.method]
+    method = type(method.__name__, (method,), json.loads(args.settings))
     path = Path(args.results) / args.name / f"{args.method}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     seeds: list[dict[str, Any]] = []
     for seed in args.seeds:
         seeds.append({"seed": seed, **measure(method, bench, seed)})
@@ -137,6 +153,7 @@ def run(given: list[str]) -> None:
             name = parse([*arguments_of(config), *asked, *given]).method
             of_row = arguments_of(config.get("rows", {}).get(name, {}))
             args = parse([*arguments_of(config), *of_row, *asked, *given])
+            check(args)
             bench = bench or Bench(args)
             place = [] if path is None else [f"examples/benchmarks/configs/{path.name}"]
             run_row(args, bench, " ".join(["python examples/benchmarks/run.py", *place, *asked, *given]))

@@ -41,6 +41,7 @@ TEMPERATURES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20)
 class StrengthArguments(BenchmarkArguments):
     """What to measure."""
 
+    output: str = field(default="strengths.json", metadata={"help": "Where the figures go."})
     images_per_class: list[int] = field(
         default_factory=lambda: [10, 20, 40, 80], metadata={"help": "At most so many of each class; then all."}
     )
