@@ -94,6 +94,12 @@ def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str], 
     tuner = tuner_of(model)
     _check_experts([name], tuner)
     target = _folder(directory)
+    part = tuner.layer.statistics.get(name)
+    if isinstance(part, Path) and statistics:
+        try:
+            part = ClassStatistics.load(part)
+        except InvalidExpertError as error:
+            raise InvalidExpertError(f"{error} Or save without statistics: statistics=False.") from error
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
@@ -107,8 +113,6 @@ def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str], 
         )
         written = staging if name == "default" else staging / name
         target.mkdir(exist_ok=True)
-        part = tuner.layer.statistics.get(name)
-        part = ClassStatistics.load(part) if isinstance(part, Path) and statistics else part
         if isinstance(part, ClassStatistics) and statistics:
             part.save(target)
         else:

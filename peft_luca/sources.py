@@ -44,7 +44,8 @@ def splits_of(
         dataset = read_image_folder(Path(dataset)) or load_dataset(str(dataset))
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         if test_split is None:
-            test_split = next((s for s in ("test", "validation") if s in dataset and s != train_split), None)
+            names = [name for name, split in SPLITS.items() if split != "train"]
+            test_split = next((name for name in names if name in dataset and name != train_split), None)
         for split in (train_split, test_split):
             if split is not None and split not in dataset:
                 raise ValueError(f"the dataset has no split {split!r}; it has {list(dataset)}")

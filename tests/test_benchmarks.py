@@ -1,6 +1,7 @@
 """The harness of the benchmarks: one command, one row, on any data set; and the page that is made of the rows."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -412,6 +413,15 @@ def test_tsne_sees_an_image_by_its_own_tasks_expert(backbone, colors):
 def test_the_page_of_results_is_what_the_results_files_make():
     page = report.page(BENCHMARKS / "results", BENCHMARKS / "configs")
     assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == page, "run examples/benchmarks/report.py"
+
+
+def test_a_stream_of_ones_own_is_on_the_page(tmp_path):
+    results = tmp_path / "results"
+    shutil.copytree(BENCHMARKS / "results", results)
+    shutil.copytree(results / "digits", results / "mine")
+    page = report.page(results, BENCHMARKS / "configs")
+    assert page.count("### mine\n") == 1
+    assert page.split("### mine\n")[1].count("| LDA | ") == 1
 
 
 def test_every_result_is_of_its_configs_row_or_named_as_unfinished():

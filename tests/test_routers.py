@@ -15,6 +15,7 @@ from peft_luca.closed_form import Gaussian, gather_statistics
 from peft_luca.routing import ROUTERS, energy, entropy, margin, max_prob
 from peft_luca.sparsity import overlap_report
 from peft_luca.statistics import STATISTICS_NAME, ClassStatistics, pool
+from peft_luca.untrusted import InvalidExpertError
 
 
 D = 16
@@ -242,6 +243,18 @@ def test_statistics_need_not_be_published(tmp_path):
     model.set_router("gaussian")
     with pytest.raises(ValueError, match="statistics=False leaves out"):
         save_experts(model, tmp_path, statistics=False)
+
+
+def test_statistics_that_are_gone_do_not_keep_an_expert_from_being_saved(tmp_path):
+    save_experts(with_experts(animals=ANIMALS, skies=SKIES), tmp_path / "own")
+    model = load_experts(vit(), tmp_path / "own")
+    name = next(iter(model.base_model.experts))
+    (tmp_path / "own" / name / STATISTICS_NAME).write_bytes(b"spoilt")
+    with pytest.raises(InvalidExpertError, match="Or save without statistics: statistics=False"):
+        save_expert(model, name, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    save_expert(model, name, tmp_path / "again", statistics=False)
+    assert (tmp_path / "again" / "adapter_config.json").is_file()
 
 
 def test_statistics_of_other_references_do_not_mix():

@@ -270,6 +270,13 @@ def test_a_transform_on_a_streaming_dataset_is_not_lost_in_silence():
     assert TaskStream.from_dataset(renamed, image_column="image").classes == ("A",)
 
 
+@pytest.mark.parametrize("name", ["test", "testing", "validation", "valid", "val", "dev"])
+def test_a_split_to_measure_on_is_known_by_its_name(folder, name):
+    data = read_image_folder(folder({"train/a/1.png": 1, "train/b/2.png": 2, "test/a/3.png": 3}))
+    stream = TaskStream.from_dataset(DatasetDict({"train": data["train"], name: data["test"]}), increment=1, seed=None)
+    assert contents(stream) == {"a": ([1], [3]), "b": ([2], [])}
+
+
 def test_any_format_is_taken(folder):
     data = read_image_folder(folder({"a/1.png": 1, "b/2.png": 2}))["train"]
     for kind in ("numpy", "torch", "arrow", "pandas", None):
