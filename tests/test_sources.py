@@ -6,9 +6,9 @@ import shutil
 import threading
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import datasets
-import httpx
 import pytest
 from conftest import make_trainer
 from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, Value, load_dataset
@@ -378,8 +378,7 @@ def test_a_repository_that_is_gone_is_no_image_to_skip(monkeypatch, path, cause,
     """The Hub's file system has one error for both, too, and says by its cause what is missing."""
 
     def missing(*args, **kwargs):
-        answer = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co"))
-        kind = {"response": answer} if gone else {}
+        kind = {"response": SimpleNamespace(headers={}, request=None)} if gone else {}
         raise FileNotFoundError(path) from (cause and cause("there is none", **kind))
 
     monkeypatch.setattr(datasets.utils.file_utils, "xopen", missing)
