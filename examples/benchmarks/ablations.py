@@ -7,16 +7,12 @@ with and without the proximal step, and the reduction.
 
 from __future__ import annotations
 
-import tempfile
-import warnings
 from dataclasses import dataclass, field
 
 import torch
-from environment import write_results
-from routing import BenchmarkArguments, Features, FeatureTrainer, load, make_stream, summarise
-from transformers import AutoImageProcessor, HfArgumentParser
+from routing import BenchmarkArguments, compare, learn
+from transformers import HfArgumentParser
 
-from peft_luca import ContinualTrainingArguments, LucaConfig
 from peft_luca.config import ARRANGEMENTS
 from peft_luca.sparsity import overlap_report
 
@@ -40,21 +36,9 @@ class AblationArguments(BenchmarkArguments):
     class_order_seeds: list[int] = field(default_factory=lambda: [1993, 0, 1], metadata={"help": "Class orders."})
 
 
-def learn(args: AblationArguments, processor, features: Features, seed: int, variant: str) -> dict[str, float]:
+def measure(variant: str, *run) -> dict[str, float]:
     config, settings = VARIANTS[variant]
-    args.class_order_seed = seed
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = FeatureTrainer(
-            model=args.backbone,
-            args=ContinualTrainingArguments(
-                folder, disable_tqdm=True, report_to=[], logging_strategy="no", statistics=False, **settings
-            ),
-            stream=make_stream(args),
-            luca_config=LucaConfig(**config),
-            processing_class=processor,
-        )
-        trainer.known = features
-        trainer.train()
+    trainer = learn(*run, config=config, statistics=False, **settings)
     results, report = trainer.results(), overlap_report(trainer.tuner.layer)
     trainer.tuner.unload()
     zeros = torch.tensor(list(report.pop("sparsity").values())).mean()
@@ -63,17 +47,7 @@ def learn(args: AblationArguments, processor, features: Features, seed: int, var
 
 def main() -> None:
     (args,) = HfArgumentParser(AblationArguments).parse_args_into_dataclasses()
-    warnings.filterwarnings("ignore", message="Adapter")
-    torch.set_num_threads(1)
-    processor = AutoImageProcessor.from_pretrained(args.model)
-    features, args.backbone = Features(args, processor), load(args)
-    summary: dict[str, dict] = {}
-    for variant in VARIANTS:
-        rows = [learn(args, processor, features, seed, variant) for seed in args.class_order_seeds]
-        summary[variant] = {name: summarise([row[name] for row in rows]) for name in rows[0]}
-        print(variant, summary[variant], flush=True)
-        setting = {"increment": args.increment, "class_order_seeds": args.class_order_seeds}
-        write_results(args.output, setting=setting, summary=summary)
+    compare(args, list(VARIANTS), measure)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ trained, and so break the independence of order; their names say whose: of earli
 
 from __future__ import annotations
 
-import tempfile
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +18,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.nn.functional as F
-from environment import write_results
-from routing import BenchmarkArguments, Features, FeatureTrainer, ask, load, make_stream, summarise
+from routing import BenchmarkArguments, Features, FeatureTrainer, ask, compare, learn
 from torch import Tensor
-from transformers import AutoImageProcessor, HfArgumentParser
+from transformers import HfArgumentParser
 
-from peft_luca import ContinualTrainingArguments, LucaConfig, backbone
+from peft_luca import backbone
 from peft_luca.backbone import draw_reference_pictures
 from peft_luca.closed_form import Gaussian
 from peft_luca.routing import entropy
@@ -239,7 +236,7 @@ def measure(trainer: FeatureTrainer, features: Features, variant: str) -> dict[s
             f"temperature {t:g}": right(ask(layer, "entropy", z, temperature=t).logits.argmax(1))
             for t in (0.25, 0.5, 2.0, 4.0)
         }
-        for of, temperatures in temperatures_of_experts(trainer, features).items():
+        for of, temperatures in temperatures_of_experts(trainer).items():
             scores = layer.scores(z)[0] / temperatures[:, None]
             chosen = entropy(scores).argmin(1)
             figures[f"a temperature per expert, {of}"] = right(scores[torch.arange(len(z)), chosen].argmax(1))
@@ -269,7 +266,7 @@ def own_log_posterior(layer, z: Tensor, name: str, classes: list[str]) -> Tensor
     return found.index_copy(1, layer.class_index.own[name], layer.own_scores(z, name).log_softmax(1))
 
 
-def temperatures_of_experts(trainer: FeatureTrainer, features: Features) -> dict[str, Tensor]:
+def temperatures_of_experts(trainer: FeatureTrainer) -> dict[str, Tensor]:
     """
     Temperatures that bring the experts' mean entropy over all classes to one height, that of the median expert: on
     their own training images, or on the features of all experts' classes, which pseudo-features stand for.
@@ -292,21 +289,11 @@ def temperatures_of_experts(trainer: FeatureTrainer, features: Features) -> dict
     return found
 
 
-def learn(args: PathArguments, processor, features: Features, seed: int, variant: str) -> dict[str, float]:
+def learn_and_measure(
+    variant: str, args: PathArguments, processor, features: Features, model, seed: int
+) -> dict[str, float]:
     kind, config, settings = VARIANTS[variant]
-    args.class_order_seed = seed
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = kind(
-            model=args.backbone,
-            args=ContinualTrainingArguments(
-                folder, disable_tqdm=True, report_to=[], logging_strategy="no", **settings
-            ),
-            stream=make_stream(args),
-            luca_config=LucaConfig(**config),
-            processing_class=processor,
-        )
-        trainer.known = features
-        trainer.train()
+    trainer = learn(args, processor, features, model, seed, kind, config, **settings)
     figures = measure(trainer, features, variant)
     trainer.tuner.unload()
     return figures
@@ -317,17 +304,7 @@ def main() -> None:
     unknown = [name for name in args.variants if name not in VARIANTS]
     if unknown:
         raise SystemExit(f"there is no variant {unknown[0]!r}. There are: {', '.join(VARIANTS)}.")
-    warnings.filterwarnings("ignore", message="Adapter")
-    torch.set_num_threads(1)
-    processor = AutoImageProcessor.from_pretrained(args.model)
-    features, args.backbone = Features(args, processor), load(args)
-    summary: dict[str, dict] = {}
-    for variant in args.variants:
-        rows = [learn(args, processor, features, seed, variant) for seed in args.class_order_seeds]
-        summary[variant] = {name: summarise([row[name] for row in rows]) for name in rows[0]}
-        print(variant, summary[variant], flush=True)
-        setting = {"increment": args.increment, "class_order_seeds": args.class_order_seeds}
-        write_results(args.output, setting=setting, summary=summary)
+    compare(args, args.variants, learn_and_measure)
 
 
 if __name__ == "__main__":

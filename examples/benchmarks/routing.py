@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
@@ -94,17 +95,46 @@ def load(args: BenchmarkArguments):
     return AutoModelForImageClassification.from_pretrained(args.model, dtype=torch.float32)
 
 
-def learn(args: BenchmarkArguments, processor, features: Features, seed: int, folder: str) -> FeatureTrainer:
+def learn(
+    args: BenchmarkArguments,
+    processor,
+    features: Features,
+    model,
+    seed: int,
+    kind: type[FeatureTrainer] = FeatureTrainer,
+    config: dict | None = None,
+    **settings,
+) -> FeatureTrainer:
+    """A stream of one class order, learnt by a kind of trainer with fields of LucaConfig and of its arguments."""
     args.class_order_seed = seed
-    settings = ContinualTrainingArguments(
-        folder, disable_tqdm=True, report_to=[], logging_strategy="no", statistics_random_features=2000
-    )
-    trainer = FeatureTrainer(
-        model=load(args), args=settings, stream=make_stream(args), luca_config=LucaConfig(), processing_class=processor
-    )
-    trainer.known = features
-    trainer.train()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = kind(
+            model=model,
+            args=ContinualTrainingArguments(
+                folder, disable_tqdm=True, report_to=[], logging_strategy="no", **settings
+            ),
+            stream=make_stream(args),
+            luca_config=LucaConfig(**config or {}),
+            processing_class=processor,
+        )
+        trainer.known = features
+        trainer.train()
     return trainer
+
+
+def compare(args: BenchmarkArguments, variants: list[str], figures_of: Callable[..., dict[str, float]]) -> None:
+    """Every variant over every class order, on the same features; `figures_of` learns and measures one."""
+    warnings.filterwarnings("ignore", message="Adapter")
+    torch.set_num_threads(1)
+    processor = AutoImageProcessor.from_pretrained(args.model)
+    features, model = Features(args, processor), load(args)
+    summary: dict[str, dict] = {}
+    for variant in variants:
+        rows = [figures_of(variant, args, processor, features, model, seed) for seed in args.class_order_seeds]
+        summary[variant] = {name: summarise([row[name] for row in rows]) for name in rows[0]}
+        print(variant, summary[variant], flush=True)
+        setting = {"increment": args.increment, "class_order_seeds": args.class_order_seeds}
+        write_results(args.output, setting=setting, summary=summary)
 
 
 def ask(layer, router: str, z: torch.Tensor, **options):
@@ -262,8 +292,7 @@ def main() -> None:
     features = Features(args, processor)
     rows, baselines = [], {}
     for seed in args.class_order_seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = learn(args, processor, features, seed, folder)
+        trainer = learn(args, processor, features, load(args), seed, statistics_random_features=2000)
         if args.baselines and not baselines:
             baselines = measure_baselines(features, trainer.tuner.layer, args.class_order_seeds)
             print(baselines, flush=True)
