@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ablations
-import entropy_paths
 import growth
 import layerwise
 import methods
@@ -407,35 +405,6 @@ def test_tsne_sees_an_image_by_its_own_tasks_expert(backbone, colors):
     panel = tsne.place(raw, labels)
     assert len(panel["points"]) == 12
     assert -1 <= panel["silhouette"] <= 1
-
-
-# ---- variants -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("script", "figures"),
-    [
-        (ablations, {"last_accuracy", "task_known_accuracy", "sparsity", "overlap", "subspace_cosine"}),
-        (entropy_paths, {"entropy", "entropy_of_own_classes", "routing_accuracy", "task_known_accuracy"}),
-    ],
-)
-def test_variants_are_compared_on_the_same_features(monkeypatch, backbone, colors, tmp_path, script, figures):
-    kept = {
-        ablations: ["λ 0", "λ 0.005, proximal"],
-        entropy_paths: ["the recipe", "linear heads, strangers none of mine, all experts", "reference: the own task",
-                        "reference: 24 drawings", "correction of the closed form"],
-    }[script]  # fmt: skip
-    monkeypatch.setattr(script, "VARIANTS", {name: script.VARIANTS[name] for name in kept})
-    given = ["--model", backbone, "--dataset", colors, "--increment", "2", "--class_order_seeds", "0", "1"]
-    monkeypatch.setattr(sys, "argv", ["script", *given, "--output", str(tmp_path / "figures.json")])
-    script.main()
-    found = json.loads((tmp_path / "figures.json").read_text())
-    assert found["setting"] == {"increment": 2, "class_order_seeds": [0, 1]}
-    assert list(found["summary"]) == kept
-    assert all(figures <= row.keys() for row in found["summary"].values())
-    if script is ablations:
-        none, many = (row["sparsity"]["mean"] for row in found["summary"].values())
-        assert none < many
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
