@@ -37,7 +37,7 @@ test-mutation: install
 
 # PEFT's own tests on LuCA: downloads PEFT's sdist into the user's cache.
 test-peft: install
-	$(BIN)/python -m pytest -m slow tests/test_upstream.py
+	$(BIN)/python -m pytest -m slow tests/tuner/test_upstream.py
 
 # The pages of docs/ as a site, in site/. It needs no network; a page or a name that is missing is an error.
 docs: install

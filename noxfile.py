@@ -49,4 +49,4 @@ def timm(session: nox.Session) -> None:
     """timm's models, without the torchvision that it asks for: the tests need nothing of it."""
     session.install("-c", "constraints.txt", "-e", ".[dev]")
     session.install("--no-deps", "timm==1.0.31")
-    session.run("python", "-m", "pytest", "tests/test_architectures.py", *session.posargs, env=ENV)
+    session.run("python", "-m", "pytest", "tests/tuner/test_architectures.py", *session.posargs, env=ENV)

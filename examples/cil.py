@@ -32,7 +32,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Hf
 from transformers.utils import logging
 
 from peft_luca import ContinualTrainer, ContinualTrainingArguments, LucaConfig, TaskStream
-from peft_luca.metrics import summarize
+from peft_luca.training.metrics import summarize
 
 
 DIGITS = "digits"

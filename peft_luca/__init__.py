@@ -2,19 +2,19 @@
 
 from ._registration import register
 from ._version import __version__
-from .backbone import draw_reference_pictures
-from .config import LucaConfig
-from .features import FeatureDataset
-from .hub import list_experts, load_expert, load_experts, push_expert, push_experts, save_expert, save_experts
-from .images import ImageCollator
-from .layer import LucaLayer
-from .metrics import ContinualAccuracy
-from .model import LucaModel
-from .routing import RoutingOutput
-from .streams import Task, TaskStream
-from .trainer import ContinualTrainer
-from .training_args import ContinualTrainingArguments
-from .untrusted import InvalidExpertError
+from .data.feature_cache import FeatureDataset
+from .data.task_stream import Task, TaskStream
+from .hub.saving import list_experts, load_expert, load_experts, push_expert, push_experts, save_expert, save_experts
+from .hub.validation import InvalidExpertError
+from .preprocessing import ImageCollator
+from .routing.router import RoutingOutput
+from .training.arguments import ContinualTrainingArguments
+from .training.continual_trainer import ContinualTrainer
+from .training.metrics import ContinualAccuracy
+from .tuner.backbone import draw_reference_pictures
+from .tuner.config import LucaConfig
+from .tuner.layer import LucaLayer
+from .tuner.model import LucaModel
 
 
 register(LucaConfig, LucaModel)

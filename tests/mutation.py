@@ -192,11 +192,11 @@ def draw(count: int, seed: int, modules: list[str]) -> list[tuple[str, int]]:
 
 def warm() -> None:
     """Import what the package and its tests import, and neither of them."""
-    code = "import conftest, tiny_models, hypothesis, sys; print(*sys.modules)"
+    code = "import helpers, tiny_models, hypothesis, sys; print(*sys.modules)"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     for name in found.stdout.split():
-        if name.split(".")[0] not in ("peft_luca", "conftest", "tiny_models", "__main__"):
+        if name.split(".")[0] not in ("peft_luca", "helpers", "tiny_models", "__main__"):
             try:
                 importlib.import_module(name)
             except Exception:  # parts of packages that are made at run time

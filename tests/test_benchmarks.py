@@ -16,8 +16,8 @@ import run
 import torch
 import tsne
 from bench import Bench
-from conftest import COLORS, NAMES, SIDE, draw, make_images, make_processor, make_splits, make_vit
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
+from helpers import COLORS, NAMES, SIDE, draw, make_images, make_processor, make_splits, make_vit
 
 
 ROOT = Path(__file__).parent.parent

@@ -21,7 +21,7 @@ from peft_luca import LucaConfig, save_expert
 
 
 ROOT = Path(__file__).parent.parent
-# docs/hub.md needs a Hub to push to: tests/test_push_pull.py has one. docs/tutorial.md runs as a notebook, in
+# docs/hub.md needs a Hub to push to: tests/hub/test_push_pull.py has one. docs/tutorial.md runs as a notebook, in
 # tests/test_examples.py.
 ELSEWHERE = ("hub.md", "tutorial.md")
 PAGES = ["README.md"]
@@ -254,7 +254,7 @@ def test_paper_page_has_every_hyperparameter_of_the_recipes():
     named = set(
         re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| ")))
     )
-    recipes = {*peft_luca.training_args.RECIPES["paper"], *peft_luca.training_args.CONFIG_RECIPES["paper"]}
+    recipes = {*peft_luca.training.arguments.RECIPES["paper"], *peft_luca.training.arguments.CONFIG_RECIPES["paper"]}
     assert recipes - {"optim_args"} <= named  # whose momentum is in the row of optim
     known = {field.name for owner in (peft_luca.ContinualTrainingArguments, LucaConfig) for field in fields(owner)}
     assert named <= known
@@ -266,9 +266,9 @@ def test_paper_page_has_the_recipes_values():
     for field in ("learning_rate", "num_train_epochs", "per_device_train_batch_size"):
         row = next(row for row in table if row[0] == f"`{field}`")
         for recipe, cell in (("paper", row[2]), ("own", row[3])):
-            assert float(cell) == peft_luca.training_args.RECIPES[recipe][field]
+            assert float(cell) == peft_luca.training.arguments.RECIPES[recipe][field]
     scale = next(row for row in table if row[0].startswith("σ"))
-    assert f"from {peft_luca.config.OWN_RECIPE['scale']:g}" in scale[3]
+    assert f"from {peft_luca.tuner.config.OWN_RECIPE['scale']:g}" in scale[3]
 
 
 def results_of(file, *parts):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import (
+from helpers import (
     NAMES,
     ForwardCount,
     assert_same,
@@ -22,7 +22,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from peft_luca import load_experts, save_experts
-from peft_luca.config import ARRANGEMENTS
+from peft_luca.tuner.config import ARRANGEMENTS
 
 
 SHARED = {"t": ["a", "b"], "u": ["c", "b", "d"], "v": ["e"], "w": ["a", "f"]}

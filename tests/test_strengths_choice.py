@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from peft_luca.closed_form import Gaussian
-from peft_luca.statistics import ClassStatistics
+from peft_luca.routing.discriminants import Gaussian
+from peft_luca.routing.statistics import ClassStatistics
 
 
 BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"

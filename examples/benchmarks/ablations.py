@@ -13,8 +13,8 @@ import torch
 from routing import BenchmarkArguments, compare, learn
 from transformers import HfArgumentParser
 
-from peft_luca.config import ARRANGEMENTS
-from peft_luca.sparsity import overlap_report
+from peft_luca.training.sparsity import overlap_report
+from peft_luca.tuner.config import ARRANGEMENTS
 
 
 WEIGHTS = 1e-5, 1e-4, 5e-4, 1e-3, 5e-3

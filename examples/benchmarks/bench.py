@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from peft_luca import FeatureDataset, ImageCollator, LucaConfig, TaskStream
-from peft_luca.features import default_cache_dir, digest_images, extract_features, features_key
-from peft_luca.metrics import summarize
-from peft_luca.statistics import unit_features
+from peft_luca.data.feature_cache import default_cache_dir, digest_images, extract_features, features_key
+from peft_luca.routing.statistics import unit_features
+from peft_luca.training.metrics import summarize
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -22,11 +22,11 @@ from routing import BenchmarkArguments, Features, FeatureTrainer, ask, compare, 
 from torch import Tensor
 from transformers import HfArgumentParser
 
-from peft_luca import backbone
-from peft_luca.backbone import draw_reference_pictures
-from peft_luca.closed_form import Gaussian
-from peft_luca.routing import entropy
-from peft_luca.statistics import ClassStatistics
+from peft_luca.routing.discriminants import Gaussian
+from peft_luca.routing.router import entropy
+from peft_luca.routing.statistics import ClassStatistics
+from peft_luca.tuner import backbone
+from peft_luca.tuner.backbone import draw_reference_pictures
 
 
 # Of the closed form that LuCA corrects, or is mixed with, over the root of the width.

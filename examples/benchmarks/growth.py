@@ -27,7 +27,7 @@ from transformers import HfArgumentParser, PrinterCallback
 from transformers.utils import logging
 
 from peft_luca import ContinualTrainer, ContinualTrainingArguments, FeatureDataset, LucaConfig, TaskStream
-from peft_luca.routing import get_router
+from peft_luca.routing.router import get_router
 
 
 @dataclass

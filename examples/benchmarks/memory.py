@@ -24,8 +24,8 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from peft_luca import ContinualTrainer, ContinualTrainingArguments, LucaConfig, TaskStream
-from peft_luca.cache import PartialFeatures
-from peft_luca.features import FeatureDataset
+from peft_luca.data.feature_cache import FeatureDataset
+from peft_luca.utils import PartialFeatures
 
 
 GIB = 2**30

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback
 
 from peft_luca import ContinualTrainer, ContinualTrainingArguments, FeatureDataset, LucaConfig
-from peft_luca.routing import entropy
+from peft_luca.routing.router import entropy
 
 
 # ---- LuCA --------------------------------------------------------------------------------------------------------

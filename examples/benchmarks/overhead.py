@@ -28,9 +28,9 @@ from torch.utils.data import TensorDataset
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from peft_luca import ContinualTrainer, ContinualTrainingArguments, LucaConfig, TaskStream
-from peft_luca.cache import PartialFeatures
-from peft_luca.features import FeatureDataset
-from peft_luca.layer import LucaLayer
+from peft_luca.data.feature_cache import FeatureDataset
+from peft_luca.tuner.layer import LucaLayer
+from peft_luca.utils import PartialFeatures
 
 
 D, BATCH, CLASSES = 768, 48, 10

@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from peft_luca import LucaConfig
-from peft_luca.model import find_head
-from peft_luca.routing import entropy
+from peft_luca.routing.router import entropy
+from peft_luca.tuner.model import find_head
 
 
 class Lora:

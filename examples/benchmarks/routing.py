@@ -27,10 +27,10 @@ from sklearn.model_selection import StratifiedKFold
 from transformers import AutoImageProcessor, AutoModelForImageClassification, HfArgumentParser
 
 from peft_luca import ContinualTrainer, ContinualTrainingArguments, FeatureDataset, ImageCollator, LucaConfig
-from peft_luca.closed_form import Gaussian
-from peft_luca.features import extract_features
-from peft_luca.routing import get_router
-from peft_luca.statistics import ClassStatistics
+from peft_luca.data.feature_cache import extract_features
+from peft_luca.routing.discriminants import Gaussian
+from peft_luca.routing.router import get_router
+from peft_luca.routing.statistics import ClassStatistics
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

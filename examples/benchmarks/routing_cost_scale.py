@@ -15,8 +15,8 @@ from environment import write_results
 from transformers import HfArgumentParser, ViTConfig, ViTForImageClassification
 
 from peft_luca import LucaConfig, LucaLayer
-from peft_luca.routing import get_router
-from peft_luca.statistics import ClassStatistics
+from peft_luca.routing.router import get_router
+from peft_luca.routing.statistics import ClassStatistics
 
 
 ROUTERS = {

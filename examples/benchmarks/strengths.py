@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoImageProcessor, HfArgumentParser
 
 from peft_luca import LucaConfig
-from peft_luca.closed_form import sphere_strength
-from peft_luca.statistics import ClassStatistics
+from peft_luca.routing.discriminants import sphere_strength
+from peft_luca.routing.statistics import ClassStatistics
 
 
 # How far a class is shrunk toward the pooled covariance, by families of rules: name → constants c. Of n images, which

@@ -1,0 +1,1 @@
+"""Task streams, image sources and the feature cache."""

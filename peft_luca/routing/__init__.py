@@ -1,0 +1,1 @@
+"""Who answers each image: tensors in, tensors out."""

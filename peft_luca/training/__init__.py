@@ -1,0 +1,1 @@
+"""The trainers, the run folder and the metrics."""

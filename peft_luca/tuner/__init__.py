@@ -1,0 +1,1 @@
+"""What PEFT sees: the configuration, the layer and the model."""

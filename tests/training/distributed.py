@@ -1,0 +1,48 @@
+"""
+One run of a small stream, in as many processes as the launcher starts: what [`test_distributed`] compares.
+
+    torchrun --nproc_per_node 2 tests/training/distributed.py FOLDER BATCH_SIZE DTYPE [NAME=VALUE ...]
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from helpers import NAMES, ForwardCount, make_splits, make_stream, make_trainer, make_vit
+
+from peft_luca import TaskStream
+from peft_luca import utils as cache
+from peft_luca.hub import saving as hub
+
+
+def main(folder, batch_size, dtype, *settings):
+    written = []
+    real_write, real_finish = hub.write_json, cache.PartialFeatures.finish
+    hub.write_json = lambda path, content: (written.append(path.name), real_write(path, content))
+    cache.PartialFeatures.finish = lambda partial: (written.append(partial.path.name), real_finish(partial))
+    model = make_vit().to(getattr(torch, dtype))
+    count = ForwardCount(model)
+    given = {name: json.loads(value) for name, value in (setting.split("=") for setting in settings)}
+    uneven = given.pop("uneven", False)
+    # 17 and 9 images: the last batches are short, and of one image.
+    streams = {True: lambda: TaskStream.from_tasks([make_splits(NAMES[:1], 17, 3), make_splits(NAMES[1:4], 3, 2)])}
+    trainer = make_trainer(
+        folder, streams.get(uneven, make_stream)(), model, per_device_train_batch_size=int(batch_size),
+        per_device_eval_batch_size=4, features_cache_dir=str(folder / "features"), **given,
+    )  # fmt: skip
+    trainer.train()
+    metrics = trainer.evaluate()
+    images = count.images
+    pixels = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    with torch.no_grad():
+        logits = trainer.model(pixels).logits
+    rank = trainer.args.process_index
+    said = {"images": images, "written": written, "accuracy": metrics["eval_accuracy_matrix"]}
+    (folder / f"{rank}.json").write_text(json.dumps(said))
+    state = {key: value for key, value in trainer.model.state_dict().items() if "luca_" in key}
+    torch.save({"logits": logits, "state": state}, folder / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

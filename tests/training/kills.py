@@ -1,0 +1,113 @@
+"""
+Kills a small run again and again, at moments drawn at random, and says whether it always ends the same.
+
+    python tests/training/kills.py FOLDER KILLS SEED
+
+Every run is a process forked off this one, so that a life costs no imports. Half of the moments are drawn over the
+whole life, the others within one of the phases, since some of these are short.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from helpers import make_trainer, read_json, trunk_tensors
+from transformers import Trainer
+
+from peft_luca import ContinualTrainer
+from peft_luca import utils as cache
+from peft_luca.training import continual_trainer as trainer
+
+
+PHASES = ("begin", "extraction", "training", "saving", "evaluation")
+
+
+def marking(function, phase, shared):
+    """The function, saying in shared memory that its phase has begun, and afterwards that the one before goes on."""
+
+    def marked(*args, **kwargs):
+        before, shared.value = shared.value, PHASES.index(phase)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            shared.value = before
+
+    return marked
+
+
+def live(folder, shared):
+    """One life: a stream of three tasks from its beginning, or from where an earlier life has left it, to its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    cache.CHECKPOINT_SECONDS = 0.0
+    trainer.extract_features = marking(trainer.extract_features, "extraction", shared)
+    Trainer.train = marking(Trainer.train, "training", shared)
+    trainer.save_experts = marking(trainer.save_experts, "saving", shared)
+    trainer.write_json = marking(trainer.write_json, "saving", shared)
+    ContinualTrainer._measure_here = marking(ContinualTrainer._measure_here, "evaluation", shared)
+    run = make_trainer(folder / "out", features_cache_dir=str(folder / "cache"), per_device_eval_batch_size=4)
+    trunk = trunk_tensors(run.model)
+    run.train(resume_from_checkpoint=True)
+    run.evaluate()
+    assert all(torch.equal(value, trunk[name]) for name, value in trunk_tensors(run.model).items())
+
+
+def ending(folder):
+    """A digest of all that a run has left but how long it took: every expert, the figures, every file's name."""
+    results = read_json(folder / "out" / "results.json")
+    for task in results["tasks"]:
+        del task["seconds"]
+    digest = hashlib.sha256(json.dumps(results).encode())
+    for path in sorted(folder.rglob("*")):
+        digest.update(str(path.relative_to(folder)).encode())
+        if path.suffix in (".safetensors", ".arrow") or path.name in ("experts.json", "adapter_config.json"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def begin(folder):
+    shared = multiprocessing.RawValue("i", 0)
+    process = multiprocessing.get_context("fork").Process(target=live, args=(folder, shared))
+    process.start()
+    return process, shared
+
+
+def main(folder, kills, seed):
+    rng = random.Random(seed)
+    started = time.monotonic()
+    process, _ = begin(folder / "whole")
+    process.join()
+    assert process.exitcode == 0
+    seconds, whole = time.monotonic() - started, ending(folder / "whole")
+    killed, runs, differing, failed = dict.fromkeys(PHASES, 0), 0, 0, 0
+    while sum(killed.values()) < kills or (folder / "run").exists():
+        process, shared = begin(folder / "run")
+        if sum(killed.values()) < kills:
+            if rng.random() < 0.5:
+                process.join(rng.uniform(0, seconds))
+            else:
+                phase = rng.randrange(1, len(PHASES))
+                while process.is_alive() and shared.value != phase:
+                    time.sleep(0.0005)
+                process.join(rng.uniform(0, 0.01))
+            phase = PHASES[shared.value]
+            process.kill()
+        process.join()
+        if process.exitcode == -signal.SIGKILL:
+            killed[phase] += 1
+            continue
+        runs, failed = runs + 1, failed + (process.exitcode != 0)
+        differing += process.exitcode != 0 or ending(folder / "run") != whole
+        shutil.rmtree(folder / "run")
+    return {"killed": killed, "runs": runs, "differing": differing, "failed": failed, "seconds": round(seconds, 2)}
+
+
+if __name__ == "__main__":
+    sys.stderr.write(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
