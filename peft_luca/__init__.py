@@ -5,7 +5,6 @@ from ._version import __version__
 from .data.feature_cache import FeatureDataset
 from .data.task_stream import Task, TaskStream
 from .hub.saving import list_experts, load_expert, load_experts, push_expert, push_experts, save_expert, save_experts
-from .hub.validation import InvalidExpertError
 from .preprocessing import ImageCollator
 from .routing.router import RoutingOutput
 from .training.arguments import ContinualTrainingArguments
@@ -15,6 +14,7 @@ from .tuner.backbone import draw_reference_pictures
 from .tuner.config import LucaConfig
 from .tuner.layer import LucaLayer
 from .tuner.model import LucaModel
+from .utils import InvalidExpertError
 
 
 register(LucaConfig, LucaModel)

@@ -1,41 +1,90 @@
-"""Files that are written whole or not at all, and the Arrow files in which [CLS] is kept."""
+"""What every part uses: names of classes and experts, errors, and files that are written whole or not at all."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import time
-import warnings
-from collections.abc import Iterator
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import Any
 
-import datasets
-import numpy as np
-import pyarrow as pa
-import torch
-from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from torch import Tensor
 
 
-# How [CLS] may be stored: the type in the Arrow file, in numpy and in torch. Arrow has no bfloat16: its bits are kept.
-STORAGE = {
-    "float32": ("float32", np.float32, torch.float32),
-    "float16": ("float16", np.float16, torch.float16),
-    "bfloat16": ("uint16", np.uint16, torch.bfloat16),
-}
+# Names of experts, and so of tasks: adapters of PEFT, modules of torch, folders on any disk.
+NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+# Class names end in labels, in cards and on screens.
+MAX_CLASS_NAME = 1000
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 LOCK_NAME = ".lock"
 # A run that was killed may leave workers that hold its lock for some seconds more.
 LOCK_SECONDS = 10.0
-CHECKPOINT_SECONDS = 10.0  # while [CLS] is computed, how far it has come is written down this often
+
+
+class InvalidExpertError(ValueError):
+    """A file of an expert, or of a collection of them, is not what it should be. Nothing was made of it."""
+
+
+def pluralize(count: int, noun: str) -> str:
+    """`1 class`, `2 classes`."""
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{count} {noun if count == 1 else plural}"
+
+
+def check_classes(classes: Any) -> list[str]:
+    """
+    The class names as a list, checked: not empty, all different, and strings that labels, cards and screens can show.
+
+    Raises:
+        ValueError: with the names that are not.
+    """
+    if isinstance(classes, str) or not isinstance(classes, Iterable):
+        kind = "the string " if isinstance(classes, str) else ""
+        raise ValueError(f"classes must be a list of class names, got {kind}{classes!r}.")
+    if isinstance(classes, (set, frozenset)):
+        raise ValueError(f"classes must be in an order, that of the expert's rows, but a set has none: {classes!r}.")
+    names = list(classes)
+    if not names:
+        raise ValueError("classes is empty, but an expert needs at least one class.")
+    wrong = [name for name in names if not isinstance(name, str) or not name.strip()]
+    if wrong:
+        raise ValueError(f"class names must be non-empty strings, got {wrong[:5]!r}.")
+    unfit = [name for name in names if len(name) > MAX_CLASS_NAME or CONTROL.search(name)]
+    if unfit:
+        raise ValueError(
+            f"class names have at most {MAX_CLASS_NAME} characters and no control characters, got "
+            f"{ascii(unfit[0])[:200]}."
+        )
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ValueError(f"each class may be named once in an expert, but these come more than once: {twice[:5]!r}.")
+    forms = Counter(unicodedata.normalize("NFC", name) for name in names)
+    alike = [ascii(name) for name in names if forms[unicodedata.normalize("NFC", name)] > 1]
+    if alike:
+        raise ValueError(
+            f"these class names look the same, and differ by their Unicode form only: {', '.join(alike[:5])}. Bring "
+            "all names to one form with unicodedata.normalize('NFC', name)."
+        )
+    return names
+
+
+def show(value: Any) -> str:
+    """A stranger's value in a message: escaped, and not at length."""
+    try:
+        text = ascii(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} of very many levels"
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 @contextmanager
-def write_whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A name to write to, that becomes the file once it is written and on the disk; or nothing does."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
@@ -55,7 +104,7 @@ def write_whole(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Errors of the disk say which file could not be written, and what is to be done."""
     try:
         yield
@@ -71,7 +120,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def alone_in(lock: FileLock) -> Iterator[None]:
+def hold_lock(lock: FileLock) -> Iterator[None]:
     """
     Holds the lock of a run's folder, which goes with the process however that ends.
 
@@ -79,7 +128,7 @@ def alone_in(lock: FileLock) -> Iterator[None]:
         RuntimeError: another run holds it.
     """
     path = Path(lock.lock_file)
-    with writing(path):
+    with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=LOCK_SECONDS)
@@ -96,106 +145,8 @@ def alone_in(lock: FileLock) -> Iterator[None]:
         lock.release()
 
 
-def read_features(path: Path) -> tuple[Tensor, Tensor]:
-    """[CLS] (images, d) and row numbers (images,) from a file, as views of its memory map."""
-    table = datasets.Dataset.from_file(str(path)).data
-    (chunk,) = table.column("features").chunks
-    numpy_type, torch_type = {pa.type_for_alias(a): (n, t) for a, n, t in STORAGE.values()}[chunk.type.value_type]
-    values = np.frombuffer(chunk.values.buffers()[1], numpy_type, len(chunk.values))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
-        features = torch.from_numpy(values.reshape(len(chunk), chunk.type.list_size)).view(torch_type)
-        return features, torch.from_numpy(table.column("row").to_numpy())
-
-
-def is_finished(path: Path) -> bool:
-    """Whether a file of [CLS] is complete, and nothing is left of its making, as a kill right at its end leaves it."""
-    return path.is_file() and not path.with_suffix(".lock").exists()
-
-
-def clear_away(path: Path) -> None:
-    """Remove what a complete file of [CLS] was made of; the lock last, which says that there is something."""
-    for suffix in (".partial", ".partial.json", ".lock"):
-        path.with_suffix(suffix).unlink(missing_ok=True)
-
-
-class PartialFeatures:
-    """[CLS] vectors in a file that is not complete yet: held by one process at a time, written down now and then."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.path, self.dtype = path, dtype
-        self.data, self.state = path.with_suffix(".partial"), path.with_suffix(".partial.json")
-        self.rows, self.width = 0, 0
-        self.bad: list[int] = []
-        if self.data.is_file() and self.state.is_file():
-            state = json.loads(self.state.read_text(encoding="utf-8"))
-            self.rows, self.width, self.bad = state["rows"], state["width"], state["bad"]
-        self.file: IO[bytes]
-        self._written_down = time.monotonic()
-
-    @classmethod
-    @contextmanager
-    def of(cls, path: Path, dtype: str, timeout: float = -1) -> Iterator[PartialFeatures | None]:
-        """What there is of a file; `None` if it is complete once other processes have let go of it."""
-        lock = FileLock(path.with_suffix(".lock"), timeout=timeout)
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        try:
-            if path.is_file():
-                clear_away(path)
-                yield None
-                return
-            with writing(path):
-                partial = cls(path, dtype)
-                partial.file = open(partial.data, "r+b" if partial.rows else "wb", buffering=0)
-            with partial.file:
-                yield partial
-        finally:
-            lock.release()
-
-    def go_back_to(self, rows: int) -> None:
-        """Forget what comes after a row."""
-        self.rows, self.bad = rows, [row for row in self.bad if row < rows]
-        self.file.truncate((rows - len(self.bad)) * self.width * np.dtype(STORAGE[self.dtype][1]).itemsize)
-        self.file.seek(0, os.SEEK_END)
-
-    def append(self, rows: int, vectors: Tensor | None, bad: list[int]) -> None:
-        with writing(self.path):
-            if vectors is not None:
-                self.width = vectors.shape[1]
-                content = vectors.view(torch.uint8).numpy().data.cast("B")
-                while content:  # a write to a disk that is filling up takes a part only, and the next one fails
-                    content = content[self.file.write(content) :]
-            self.rows += rows
-            self.bad += bad
-            if time.monotonic() - self._written_down > CHECKPOINT_SECONDS:
-                self._write_down()
-
-    def _write_down(self) -> None:
-        os.fsync(self.file.fileno())
-        state = {"rows": self.rows, "width": self.width, "bad": self.bad}
-        with write_whole(self.state) as temporary:
-            temporary.write_text(json.dumps(state), encoding="utf-8")
-        self._written_down = time.monotonic()
-
-    def finish(self) -> None:
-        """Make it the file, in one piece, so that all of it is one view of the memory map."""
-        rows = np.setdiff1d(np.arange(self.rows), self.bad)
-        if not len(rows):
-            raise ValueError(
-                f"none of the {self.rows} images can be read: look at where they lie, and at one of them."
-            )
-        arrow_type, numpy_type, _ = STORAGE[self.dtype]
-        values = np.memmap(self.data, numpy_type, "r", shape=(len(rows) * self.width,))
-        vectors = pa.Array.from_buffers(pa.type_for_alias(arrow_type), len(values), [None, pa.py_buffer(values)])
-        table = pa.table({"features": pa.FixedSizeListArray.from_arrays(vectors, self.width), "row": pa.array(rows)})
-        columns = {
-            "features": datasets.List(datasets.Value(arrow_type), length=self.width),
-            "row": datasets.Value("int64"),
-        }
-        with writing(self.path), write_whole(self.path) as temporary:
-            writer = ArrowWriter(features=datasets.Features(columns), path=str(temporary))
-            writer.write_table(table, writer_batch_size=len(rows))
-            writer.finalize()
-        clear_away(self.path)
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    with atomic_write(path) as temporary:
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        temporary.write_text(f"{text}\n", encoding="utf-8")

@@ -234,7 +234,7 @@ def misrouted_images(
         limit (`int`, *optional*, defaults to `6`): So many at most.
     """
     said, layer = _ask(model, features), find_layer(model)[1]
-    experts, classes = list(layer.configs), layer.class_index.classes
+    experts, classes = list(layer.configs), layer.label_space.classes
     wrong = (said.expert != said.task).nonzero()[:, 0].tolist()
     names = {row: (layer.configs[experts[said.task[row]]].classes or [])[said.labels[row]] for row in wrong}
     answers = {row: classes[said.best[row, said.expert[row]]] for row in wrong}
@@ -347,7 +347,7 @@ def _route(layer: LucaLayer, z: Tensor) -> Tensor:
 
 
 def _there(layer: LucaLayer, z: Tensor) -> Tensor:
-    return z.to(layer.class_index.device)
+    return z.to(layer.label_space.device)
 
 
 def _layer(model: PeftModel, features: Features) -> tuple[LucaLayer, list[str]]:

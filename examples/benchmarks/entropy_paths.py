@@ -70,10 +70,10 @@ class Exposed(FeatureTrainer):
         strangers = self.strangers(len(z))
         if strangers is None:
             return loss
-        away = layer.own_scores(strangers, self._task.name)
+        away = layer.expert_logits(strangers, self._task.name)
         if not self.none_class:
             return loss + self.weight * -away.log_softmax(1).mean()
-        own = layer.own_scores(z, self._task.name)
+        own = layer.expert_logits(z, self._task.name)
         scores = torch.cat([own, away]) @ torch.eye(own.shape[1], own.shape[1] + 1)
         targets = torch.cat([labels, torch.full((len(away),), own.shape[1])])
         return loss - F.cross_entropy(own, labels) + 2 * F.cross_entropy(scores, targets)
@@ -108,7 +108,7 @@ class Correction(FeatureTrainer):
                 ),
             )
         prior = self.closed[1].log_posterior(self.tuner.layer.unit_features(z, name))
-        scores = self.tuner.layer.own_scores(z, name)
+        scores = self.tuner.layer.expert_logits(z, name)
         loss = super().compute_loss(model, dict(inputs), return_outputs, num_items_in_batch)
         return loss - F.cross_entropy(scores, labels) + F.cross_entropy(scores + prior, labels)
 
@@ -224,7 +224,7 @@ def measure(trainer: FeatureTrainer, features: Features, variant: str) -> dict[s
         "task_known_accuracy": right(known),
     }
     if "none of mine" in variant:
-        none = torch.stack([F.pad(layer.own_scores(z, t), (0, 1)).log_softmax(1)[:, -1] for t in names], dim=1)
+        none = torch.stack([F.pad(layer.expert_logits(z, t), (0, 1)).log_softmax(1)[:, -1] for t in names], dim=1)
         figures["lowest probability of none"] = right(own[torch.arange(len(z)), none.argmin(1)].argmax(1))
     closed = {"temperature": CLOSED_TEMPERATURE * layer.width**0.5}
     if variant == "correction of the closed form":
@@ -263,7 +263,7 @@ def measure(trainer: FeatureTrainer, features: Features, variant: str) -> dict[s
 def own_log_posterior(layer, z: Tensor, name: str, classes: list[str]) -> Tensor:
     """An expert's log-posterior of its own classes, among all of them, (images, C)."""
     found = torch.full((len(z), len(classes)), -torch.inf)
-    return found.index_copy(1, layer.class_index.own[name], layer.own_scores(z, name).log_softmax(1))
+    return found.index_copy(1, layer.label_space.own[name], layer.expert_logits(z, name).log_softmax(1))
 
 
 def temperatures_of_experts(trainer: FeatureTrainer) -> dict[str, Tensor]:

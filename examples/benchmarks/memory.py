@@ -25,7 +25,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from peft_luca import ContinualTrainer, ContinualTrainingArguments, LucaConfig, TaskStream
 from peft_luca.data.feature_cache import FeatureDataset
-from peft_luca.utils import PartialFeatures
+from peft_luca.data.feature_file import PartialFeatures
 
 
 GIB = 2**30

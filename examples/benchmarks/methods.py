@@ -77,7 +77,7 @@ class Luca:
     def answer_known(self, test: Part, t: int) -> Tensor:
         own = torch.tensor([self.ids.index(name) for name in self.stream[t].classes])
         z, layer = test.features.to(self.bench.device), self.trainer.tuner.layer
-        return own[layer.own_scores(z, self.stream[t].name).argmax(1).cpu()]
+        return own[layer.expert_logits(z, self.stream[t].name).argmax(1).cpu()]
 
     def parameters(self) -> int:
         layer = self.trainer.tuner.layer

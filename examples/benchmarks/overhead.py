@@ -29,8 +29,8 @@ from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClass
 
 from peft_luca import ContinualTrainer, ContinualTrainingArguments, LucaConfig, TaskStream
 from peft_luca.data.feature_cache import FeatureDataset
+from peft_luca.data.feature_file import PartialFeatures
 from peft_luca.tuner.layer import LucaLayer
-from peft_luca.utils import PartialFeatures
 
 
 D, BATCH, CLASSES = 768, 48, 10
@@ -48,7 +48,7 @@ class BareExpert(nn.Module):
         self.layer.update_layer("expert", config)
 
     def forward(self, features: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        loss = F.cross_entropy(self.layer.own_scores(features, "expert"), labels)
+        loss = F.cross_entropy(self.layer.expert_logits(features, "expert"), labels)
         return {"loss": loss + 5e-4 * self.layer.l1_penalty("expert")}
 
 

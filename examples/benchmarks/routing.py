@@ -175,7 +175,7 @@ def measure(trainer: FeatureTrainer, features: Features) -> dict[str, dict[str, 
             known, shuffled = [], torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
             for name in names:
                 own = features.of(tasks[name].classes, "test", tasks[name].classes)
-                known.append((layer.own_scores(own.features, name).argmax(1) == own.labels).float())
+                known.append((layer.expert_logits(own.features, name).argmax(1) == own.labels).float())
             note("entropy", "task_known_accuracy", torch.cat(known).mean())
             for order, index in (("sorted", torch.arange(len(test))), ("shuffled", shuffled)):
                 answers = [

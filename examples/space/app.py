@@ -132,7 +132,7 @@ class Pupil:
         features = self.model.pooled_features(self.pixels(images))
         layer = self.model.base_model.layer
         with torch.no_grad():
-            said = {name: layer.own_scores(features, name) for name in self.model.experts}
+            said = {name: layer.expert_logits(features, name) for name in self.model.experts}
         answers = [self.model.classes[i] for i in layer.route(features).logits.argmax(dim=1).tolist()]
         truth = [str(digit) for digit, of_digit in self.probes.items() for _ in of_digit]
         right = sum(a == t for a, t in zip(answers, truth, strict=True)) / len(truth)

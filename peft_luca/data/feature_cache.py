@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from ..preprocessing import ROW, ImageCollator, SourceGoneError, read_bytes, to_rgb, undecoded
 from ..tuner.backbone import BackboneFacts
-from ..utils import STORAGE, PartialFeatures, is_finished, read_features
+from .feature_file import STORAGE, PartialFeatures, is_finished, read_features
 
 
 CACHE_FORMAT = 2

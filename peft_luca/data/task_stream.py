@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, DatasetDict, Image, IterableDataset, IterableDatasetDict, Value
 
-from ..tuner.config import NAME_RULE, check_classes, counted
+from ..utils import NAME_RULE, check_classes, pluralize
 from .sources import SPLITS, DatasetLike, splits_of
 
 
@@ -303,13 +303,13 @@ class TaskStream:
 
         total = counts(sum(len(t.train) for t in self), sum(len(t.test) for t in self if t.test is not None))
         lines = [
-            f"  {task.name}: {counted(len(task.classes), 'class')} ({_some(task.classes, 3)}), "
+            f"  {task.name}: {pluralize(len(task.classes), 'class')} ({_some(task.classes, 3)}), "
             f"{counts(len(task.train), 0 if task.test is None else len(task.test))}"
             for task in self._tasks[:10]
         ]
         if len(self) > 10:
-            lines.append(f"  ... and {counted(len(self) - 10, 'more task')}")
-        head = f"TaskStream: {counted(len(self), 'task')}, {counted(len(self.classes), 'class')}, {total}"
+            lines.append(f"  ... and {pluralize(len(self) - 10, 'more task')}")
+        head = f"TaskStream: {pluralize(len(self), 'task')}, {pluralize(len(self.classes), 'class')}, {total}"
         return "\n".join([head, *lines])
 
     def _read(self, train: Dataset, test: Dataset | None, where: str = "") -> tuple["_Split", "_Split | None"]:

@@ -33,11 +33,11 @@ from ..routing.discriminants import StatisticsRouter
 from ..routing.router import Oracle, get_router, router_name
 from ..routing.statistics import STATISTICS_NAME, ClassStatistics
 from ..tuner.backbone import check_backbone
-from ..tuner.config import NAME_RULE, LucaConfig, check_classes, counted
+from ..tuner.config import LucaConfig
 from ..tuner.head import Head, check_expert_name, find_head
 from ..tuner.layer import LucaLayer, find_layer
 from ..tuner.model import LucaModel, quiet_peft
-from ..utils import write_whole
+from ..utils import NAME_RULE, InvalidExpertError, check_classes, pluralize, show, write_json
 from .model_card import (
     PICTURE_NAME,
     TAGS,
@@ -47,16 +47,7 @@ from .model_card import (
     expert_figures,
     make_card,
 )
-from .validation import (
-    MANIFEST_FORMAT,
-    MANIFEST_NAME,
-    InvalidExpertError,
-    check_size,
-    read_config,
-    read_manifest,
-    read_weights,
-    show,
-)
+from .validation import MANIFEST_FORMAT, MANIFEST_NAME, check_size, read_config, read_manifest, read_weights
 
 
 logger = logging.get_logger(__name__)
@@ -65,13 +56,6 @@ logger = logging.get_logger(__name__)
 EXPERT_FILES = (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, STATISTICS_NAME)
 CARD_NAME = "README.md"
 RESULTS_NAME = "results.json"
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file whole or not at all."""
-    with write_whole(path) as temporary:
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        temporary.write_text(f"{text}\n", encoding="utf-8")
 
 
 def save_expert(model: PeftModel, name: str, directory: str | os.PathLike[str], *, statistics: bool = True) -> None:
@@ -296,7 +280,7 @@ def push_experts(
 
     def upload() -> CommitInfo:
         with staging:
-            return _push(api, folder, repo_id, revision, commit_message or f"Push {counted(len(names), 'expert')}")
+            return _push(api, folder, repo_id, revision, commit_message or f"Push {pluralize(len(names), 'expert')}")
 
     return upload() if blocking else api.run_as_future(upload)
 

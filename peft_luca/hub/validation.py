@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from ..tuner.config import NAME_RULE, LucaConfig
+from ..tuner.config import LucaConfig
+from ..utils import NAME_RULE, InvalidExpertError, show
 
 
 MANIFEST_NAME = "experts.json"
@@ -45,10 +46,6 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "auto_mapping": (dict, type(None)),
     "target_modules": (list, str, type(None)),
 }
-
-
-class InvalidExpertError(ValueError):
-    """A file of an expert, or of a collection of them, is not what it should be. Nothing was made of it."""
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -330,12 +327,3 @@ def _check_digest(path: Path, content: bytes) -> None:
             f"{path} is not the file that the Hub has: its digest is another one. Delete it from the cache, and load "
             "again."
         )
-
-
-def show(value: Any) -> str:
-    """A stranger's value in a message: escaped, and not at length."""
-    try:
-        text = ascii(value)
-    except RecursionError:
-        text = f"a {type(value).__name__} of very many levels"
-    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..hub.validation import InvalidExpertError
+from ..utils import InvalidExpertError
 from .statistics import ClassStatistics, pool, projection
 
 
 if TYPE_CHECKING:
     from ..tuner.layer import LucaLayer
-    from .router import ClassIndex
+    from .router import LabelSpace
 
 
 # Numbers of (images, factor rows) that are in memory at a time.
@@ -332,7 +332,7 @@ class StatisticsRouting:
     Args:
         router ([`StatisticsRouter`]): The router.
         parts (`dict[str, ClassStatistics]`): Expert → its statistics, in the experts' order.
-        index ([`~peft_luca.routing.ClassIndex`]): The label space.
+        index ([`~peft_luca.routing.LabelSpace`]): The label space.
         expert_weight (`float`, *optional*, defaults to `0.5`):
             `hybrid`: which of an expert's classes it is, is a weighted geometric mean of the router's and the expert's
             own posterior. By default both count the same, which takes no images to choose.
@@ -346,7 +346,7 @@ class StatisticsRouting:
         self,
         router: StatisticsRouter,
         parts: dict[str, ClassStatistics],
-        index: ClassIndex,
+        index: LabelSpace,
         expert_weight: float | None = None,
         candidates: int | None = None,
         **options: Any,
@@ -378,17 +378,17 @@ class StatisticsRouting:
             self.nearness = _make(Prototype, pooled, means=means)
             self.nearness.move(index.device)
 
-    def __call__(self, x: Tensor, own_scores: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, x: Tensor, expert_logits: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """
         Unit features `(batch, d)` → log-posterior of the classes `(batch, C)`, the expert to credit `(batch,)`, and
         the confidence `(batch,)`: probability of the answered class, when the image may be of none.
 
         Args:
-            own_scores (function): Indices of images and an expert's name → its scores of its own classes.
+            expert_logits (function): Indices of images and an expert's name → its scores of its own classes.
         """
         posterior, joint = self._posterior(x)
         if self.expert_weight > 0:
-            joint = self._ask(joint, own_scores)
+            joint = self._ask(joint, expert_logits)
             posterior = self._by_class(joint) if self.shared else joint[:, self.part_class.argsort()]
             posterior = torch.log_softmax(posterior, dim=-1)
         best = posterior.argmax(dim=1, keepdim=True)
@@ -413,7 +413,7 @@ class StatisticsRouting:
         """Log-sum over the parts of each expert: (batch, parts) → (batch, experts), in the order of their names."""
         return torch.stack([joint[:, own].logsumexp(dim=1) for own in self.own], dim=1)
 
-    def _ask(self, joint: Tensor, own_scores: Callable[[Tensor, str], Tensor]) -> Tensor:
+    def _ask(self, joint: Tensor, expert_logits: Callable[[Tensor, str], Tensor]) -> Tensor:
         """Let the likeliest experts of each image have their say in which of their classes it is."""
         experts = self._by_expert(joint)
         asked = torch.zeros_like(experts, dtype=torch.bool)
@@ -421,7 +421,7 @@ class StatisticsRouting:
         joint, weight = joint.clone(), self.expert_weight
         for t in asked.any(dim=0).nonzero()[:, 0].tolist():
             images = asked[:, t].nonzero()[:, 0]
-            own = torch.log_softmax(own_scores(images, self.experts[t]).float(), dim=-1)  # (images, K)
+            own = torch.log_softmax(expert_logits(images, self.experts[t]).float(), dim=-1)  # (images, K)
             total = experts[images, t, None]
             mixed = (1 - weight) * (joint[images[:, None], self.own[t]] - total) + weight * own
             joint[images[:, None], self.own[t]] = torch.log_softmax(mixed, dim=-1) + total

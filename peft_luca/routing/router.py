@@ -179,7 +179,7 @@ def router_name(router: Router | StatisticsRouter | Oracle) -> str | None:
     return next((name for name, known in ROUTERS.items() if known == router), None)
 
 
-def combine_rows(cosines: Tensor, index: ClassIndex, expert: str) -> Tensor:
+def combine_rows(cosines: Tensor, index: LabelSpace, expert: str) -> Tensor:
     """
     One expert's cosines with all rows, (batch, rows) → with all classes, (batch, C): its own row where it has the
     class, otherwise the best over the experts that have it, and -2, below every cosine, where no expert has a row.
@@ -199,7 +199,7 @@ def fill_unknown(scores: Tensor, known: Tensor) -> Tensor:
     return torch.where(known, scores, lowest - UNKNOWN_MARGIN)
 
 
-class ClassIndex:
+class LabelSpace:
     """
     The label space that a layer's experts span, and where each cosine row lands in it.
 

@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..hub.validation import MAX_JSON_BYTES, InvalidExpertError, Wanted, parse_object, read_tensors, show
-from ..tuner.config import check_classes, counted
-from ..utils import write_whole
+from ..hub.validation import MAX_JSON_BYTES, Wanted, parse_object, read_tensors
+from ..utils import InvalidExpertError, atomic_write, check_classes, pluralize, show
 
 
 STATISTICS_NAME = "statistics.safetensors"
@@ -117,7 +116,7 @@ class ClassStatistics:
         if len(counts) != len(classes) or not counts.all():
             raise ValueError(
                 f"statistics need an image of every class, but the images per label are {counts.tolist()} for the "
-                f"{counted(len(classes), 'class')} {list(classes)[:5]}."
+                f"{pluralize(len(classes), 'class')} {list(classes)[:5]}."
             )
 
         def take(rows: Tensor) -> Tensor:
@@ -193,7 +192,7 @@ class ClassStatistics:
         # One entry alone: safetensors writes several in an order that differs from one time to the next.
         about = {"format": STATISTICS_FORMAT, "classes": self.classes}
         metadata = {"statistics": json.dumps(about, ensure_ascii=False)}
-        with write_whole(target) as temporary:
+        with atomic_write(target) as temporary:
             save_file({k: v.contiguous() for k, v in self._tensors().items()}, temporary, metadata)
 
     @classmethod

@@ -11,10 +11,10 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
+from ..data.feature_file import STORAGE
 from ..routing.discriminants import StatisticsRouter
 from ..routing.router import ROUTING_SCOPES, Oracle, RouterOptions, get_router
 from ..tuner.config import OWN_RECIPE
-from ..utils import STORAGE
 
 
 # What a recipe gives to the fields that were left unset. Measured by examples/benchmarks/run.py.

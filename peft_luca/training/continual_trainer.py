@@ -41,24 +41,16 @@ from ..data.feature_cache import (
 from ..data.sources import DatasetLike
 from ..data.task_stream import Task, TaskStream
 from ..hub.model_card import make_card
-from ..hub.saving import (
-    CARD_NAME,
-    RESULTS_NAME,
-    load_experts,
-    push_experts,
-    save_experts,
-    tuner_of,
-    write_json,
-)
+from ..hub.saving import CARD_NAME, RESULTS_NAME, load_experts, push_experts, save_experts, tuner_of
 from ..hub.validation import MANIFEST_NAME, MAX_NUMBER
 from ..preprocessing import ImageCollator, channels_of, check_processor, image_size, undecoded
 from ..routing.discriminants import StatisticsRouter, gather_statistics
 from ..routing.router import get_router
-from ..tuner.config import LucaConfig, counted
+from ..tuner.config import LucaConfig
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import luca_layers
 from ..tuner.model import LucaModel, quiet_peft
-from ..utils import LOCK_NAME, alone_in, write_whole, writing
+from ..utils import LOCK_NAME, atomic_write, explain_write_errors, hold_lock, pluralize, write_json
 from .arguments import CONFIG_RECIPES, ContinualTrainingArguments
 from .expert_trainer import EpochBatches, EpochLoader, FeatureHead, TaskProgressCallback
 from .run_folder import (
@@ -325,7 +317,7 @@ class ContinualTrainer(Trainer):
         self._records[-1].update(self._measure(self._records))
         if self.args.should_save:
             folder = Path(self.args.output_dir)
-            with writing(folder):
+            with explain_write_errors(folder):
                 # In this order: what was interrupted in between is not loaded again, and is cleared away.
                 write_json(folder / RESULTS_NAME, self.results())
                 save_experts(self.model, folder, [])
@@ -394,7 +386,7 @@ class ContinualTrainer(Trainer):
         ]
         for name, figure in plots.of_a_run(self.results(), self.model, features, images):
             files.append(folder / f"{name}.png")
-            with write_whole(files[-1]) as temporary:
+            with atomic_write(files[-1]) as temporary:
                 figure.savefig(temporary, dpi=120, format="png")
             for writer in writers:
                 if writer is not None:
@@ -747,9 +739,9 @@ class ContinualTrainer(Trainer):
         if self.args.should_save:
             folder = Path(self.args.output_dir)
             try:
-                with writing(folder / task.name):
+                with explain_write_errors(folder / task.name):
                     save_experts(self.model, folder, [task.name])
-                with writing(folder / RESULTS_NAME):
+                with explain_write_errors(folder / RESULTS_NAME):
                     write_json(folder / RESULTS_NAME, self.results())
             except BaseException:
                 self._records.pop()  # learnt is what is on the disk
@@ -790,7 +782,7 @@ class ContinualTrainer(Trainer):
                     routed = layer.route(z)
                     predicted.append(routed.logits.argmax(1))
                     expert.append(routed.expert)
-                    own.append(layer.own_scores(z, task.name).argmax(1))
+                    own.append(layer.expert_logits(z, task.name).argmax(1))
                 figures = (
                     _share(torch.cat(predicted), self._ids(test.labels, self.tuner.classes)),
                     _share(torch.cat(expert), torch.full_like(test.labels, experts.index(task.name))),
@@ -846,7 +838,7 @@ class ContinualTrainer(Trainer):
         self._steps_before = sum(record["steps"] for record in records)
         self._set_router()
         self._follow_labels()
-        self._say(f"going on after {len(records)} of {counted(len(self.stream), 'task')} found in {folder}")
+        self._say(f"going on after {len(records)} of {pluralize(len(self.stream), 'task')} found in {folder}")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -855,7 +847,7 @@ class ContinualTrainer(Trainer):
             refusal = None
             if self.args.should_save:
                 try:
-                    stack.enter_context(alone_in(self._lock))
+                    stack.enter_context(hold_lock(self._lock))
                 except (RuntimeError, OSError) as error:
                     refusal = error
             refusals = [error for error in gather_object([refusal]) if error is not None]
@@ -866,7 +858,7 @@ class ContinualTrainer(Trainer):
     def _clear_away(self, folder: Path) -> None:
         """Remove what a run that was killed has left half-written, and see that the folder can be written to."""
         names = "|".join(map(re.escape, (RESULTS_NAME, MANIFEST_NAME, *(task.name for task in self.stream))))
-        with writing(folder / RESULTS_NAME):
+        with explain_write_errors(folder / RESULTS_NAME):
             folder.mkdir(parents=True, exist_ok=True)
             for path in folder.iterdir():
                 if re.fullmatch(rf"\.({names})\.(\w{{8}}|writing)", path.name):

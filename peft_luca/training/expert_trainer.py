@@ -26,7 +26,7 @@ class FeatureHead(nn.Module):
 
     def __init__(self, layer: LucaLayer) -> None:
         super().__init__()
-        self.answer = layer.answer  # a method, not a submodule: the layer's other experts stay out
+        self.answer = layer.logits  # a method, not a submodule: the layer's other experts stay out
         self.learnt = nn.ParameterList(p for p in layer.parameters() if p.requires_grad)
 
     def forward(self, features: Tensor) -> ImageClassifierOutput:

@@ -14,7 +14,8 @@ from transformers.trainer_utils import has_length
 
 from ..data.task_stream import TaskStream
 from ..hub.saving import RESULTS_NAME
-from ..tuner.config import LucaConfig, counted
+from ..tuner.config import LucaConfig
+from ..utils import pluralize
 from .arguments import ContinualTrainingArguments
 from .metrics import forgetting, summarize
 
@@ -107,7 +108,7 @@ def earlier_run(folder: Path, settings: dict[str, Any], stream: TaskStream, refu
         ) from error
     if refuse:
         raise ValueError(
-            f"{folder} holds a run of {counted(len(records), 'task')}. Choose another output_dir, delete it, or "
+            f"{folder} holds a run of {pluralize(len(records), 'task')}. Choose another output_dir, delete it, or "
             "call train() without resume_from_checkpoint=False to go on with it."
         )
     changes = ", ".join(
@@ -145,6 +146,6 @@ def task_line(done: int, tasks: int, record: Record, figures: dict[str, Any], cl
     if figures.get("last_accuracy") is None:
         return f"{line}: no test images"
     return (
-        f"{line}: accuracy {figures['last_accuracy']:.3f} over {counted(classes, 'class')}, "
+        f"{line}: accuracy {figures['last_accuracy']:.3f} over {pluralize(classes, 'class')}, "
         f"{figures['task_known_accuracy']:.3f} with the task known, right expert {figures['routing_accuracy']:.3f}"
     )

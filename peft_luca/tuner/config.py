@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import unicodedata
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peft import PeftConfig
 from peft.utils import PeftType
 
+from ..utils import check_classes
 
-# Names of experts, and so of tasks: adapters of PEFT, modules of torch, folders on any disk.
-NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-# Class names end in labels, in cards and on screens.
-MAX_CLASS_NAME = 1000
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
 ARRANGEMENTS = ("adapter_calibrator", "calibrator_adapter", "parallel", "adapter", "calibrator")
 NORM_POSITIONS = ("after_residual", "before_residual")
 HEADS = ("cosine", "linear")
@@ -190,46 +184,3 @@ class LucaConfig(PeftConfig):
         values: dict[str, Any] = super().to_dict()
         del values["allow_mismatch"]  # a decision about one loading, not a property of the expert
         return values
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 class`, `2 classes`."""
-    plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{count} {noun if count == 1 else plural}"
-
-
-def check_classes(classes: Any) -> list[str]:
-    """
-    The class names as a list, checked: not empty, all different, and strings that labels, cards and screens can show.
-
-    Raises:
-        ValueError: with the names that are not.
-    """
-    if isinstance(classes, str) or not isinstance(classes, Iterable):
-        kind = "the string " if isinstance(classes, str) else ""
-        raise ValueError(f"classes must be a list of class names, got {kind}{classes!r}.")
-    if isinstance(classes, (set, frozenset)):
-        raise ValueError(f"classes must be in an order, that of the expert's rows, but a set has none: {classes!r}.")
-    names = list(classes)
-    if not names:
-        raise ValueError("classes is empty, but an expert needs at least one class.")
-    wrong = [name for name in names if not isinstance(name, str) or not name.strip()]
-    if wrong:
-        raise ValueError(f"class names must be non-empty strings, got {wrong[:5]!r}.")
-    unfit = [name for name in names if len(name) > MAX_CLASS_NAME or CONTROL.search(name)]
-    if unfit:
-        raise ValueError(
-            f"class names have at most {MAX_CLASS_NAME} characters and no control characters, got "
-            f"{ascii(unfit[0])[:200]}."
-        )
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
-        raise ValueError(f"each class may be named once in an expert, but these come more than once: {twice[:5]!r}.")
-    forms = Counter(unicodedata.normalize("NFC", name) for name in names)
-    alike = [ascii(name) for name in names if forms[unicodedata.normalize("NFC", name)] > 1]
-    if alike:
-        raise ValueError(
-            f"these class names look the same, and differ by their Unicode form only: {', '.join(alike[:5])}. Bring "
-            "all names to one form with unicodedata.normalize('NFC', name)."
-        )
-    return names

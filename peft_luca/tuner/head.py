@@ -10,7 +10,8 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
-from .config import NAME_RULE, LucaConfig
+from ..utils import NAME_RULE
+from .config import LucaConfig
 from .layer import LucaLayer, luca_layers
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..routing.discriminants import Prototype, StatisticsRouter, StatisticsRouting, gather_statistics
 from ..routing.router import (
-    ClassIndex,
+    LabelSpace,
     Oracle,
     Router,
     RouterOptions,
@@ -28,13 +28,14 @@ from ..routing.router import (
     router_name,
 )
 from ..routing.statistics import ClassStatistics, unit_features
-from .config import LucaConfig, counted
+from ..utils import pluralize
+from .config import LucaConfig
 
 
 # Rows are multiplied with at most this many numbers of (batch, experts, rows) in memory at a time.
 SCORES_BUDGET = 2**25
 
-_MAKING_READY = threading.RLock()
+__MAKING_READY = threading.RLock()
 _READ_FEATURES: ContextVar[bool] = ContextVar("peft_luca_read_features", default=False)
 
 
@@ -100,7 +101,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         self._active_adapter = []
         self._disable_adapters = False
         self.merged_adapters = []
-        self._class_index: ClassIndex | None = None
+        self._label_space: LabelSpace | None = None
         self._statistics_routing: StatisticsRouting | None = None
 
     # ---- experts -------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         self.luca_reference_mean[adapter_name] = torch.zeros(d)
         self.luca_reference_std[adapter_name] = torch.ones(d)
         self.configs[adapter_name] = config
-        self._class_index = self._statistics_routing = None
+        self._label_space = self._statistics_routing = None
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
@@ -138,13 +139,13 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             if adapter_name in getattr(other, container):
                 getattr(self, container)[adapter_name] = getattr(other, container)[adapter_name]
         self.configs[adapter_name] = other.configs[adapter_name]
-        self._class_index = self._statistics_routing = None
+        self._label_space = self._statistics_routing = None
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
         self.configs.pop(adapter_name, None)
         self.statistics.pop(adapter_name, None)
-        self._class_index = self._statistics_routing = None
+        self._label_space = self._statistics_routing = None
 
     def enable_adapters(self, enabled: bool) -> None:
         # PEFT's own version freezes on disabling and thaws on enabling, and forgets which expert was to be trained.
@@ -220,15 +221,15 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             who = f"the expert {self.active_adapters[0]!r}"
         else:
             who = f"the router {router_name(self.router) or self.router!r}"
-        classes_known = counted(len(self.class_index.classes), "class")
-        lines = [f"{counted(len(self.configs), 'expert')}, {classes_known}; answers: {who}"]
+        classes_known = pluralize(len(self.label_space.classes), "class")
+        lines = [f"{pluralize(len(self.configs), 'expert')}, {classes_known}; answers: {who}"]
         for name, config in list(self.configs.items())[:limit]:
             classes = config.classes or []
             names = ", ".join(classes[:5]) + (", …" if len(classes) > 5 else "")
             numbers = sum(parameter.numel() for parameter in self.luca_parameters(name).values())
-            lines.append(f"{name}: {counted(len(classes), 'class')} ({names}), LuCA of {numbers:,} parameters")
+            lines.append(f"{name}: {pluralize(len(classes), 'class')} ({names}), LuCA of {numbers:,} parameters")
         if len(self.configs) > limit:
-            lines.append(f"… and {counted(len(self.configs) - limit, 'more expert')}")
+            lines.append(f"… and {pluralize(len(self.configs) - limit, 'more expert')}")
         return lines
 
     # ---- the way of the data -------------------------------------------------------------------------------------
@@ -246,17 +247,17 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             return output
         if adapter_names is not None:
             return self.mixed(self.pooled(x), adapter_names)
-        return self.answer(self.pooled(x))
+        return self.logits(self.pooled(x))
 
-    def answer(self, z: Tensor) -> Tensor:
+    def logits(self, z: Tensor) -> Tensor:
         """[CLS], (batch, d) → logits of what is active: (batch, K), or (batch, C)."""
         if self.router is not None:
             return self.route(z).logits
         name = self.active_adapters[0]
         if not self.over_all_classes:
-            return self.own_scores(z, name)
+            return self.expert_logits(z, name)
         scores, known = self.scores(z, [name])
-        return (scores if self.class_index.complete else fill_unknown(scores, known))[:, 0]
+        return (scores if self.label_space.complete else fill_unknown(scores, known))[:, 0]
 
     def mixed(self, z: Tensor, adapter_names: list[str]) -> Tensor:
         """[CLS], (batch, d), and who answers each → logits over the global label space, (batch, C)."""
@@ -329,7 +330,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         scale: Tensor = self.luca_scale[adapter_name]
         return scale.abs() if self.configs[adapter_name].positive_scale else scale
 
-    def own_scores(self, z: Tensor, adapter_name: str) -> Tensor:
+    def expert_logits(self, z: Tensor, adapter_name: str) -> Tensor:
         """One expert's scores of its own classes, (batch, d) → (batch, K)."""
         features, rows = self.luca(z, adapter_name), self.luca_class_rows[adapter_name]
         if self.configs[adapter_name].head == "linear":
@@ -349,7 +350,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             `tuple`: scores `(batch, experts, C)`, and a boolean `(experts, C)` that is False where an expert cannot
             score a class, because one of the two has a linear head. Scores there are `-inf`.
         """
-        index, rows = self.class_index, self._unit_rows()
+        index, rows = self.label_space, self._unit_rows()
         names = list(self.configs) if adapter_names is None else adapter_names
         scores = torch.stack([self._scores_under(name, z, rows) for name in names], dim=1)
         known = torch.stack([index.known[name] for name in names])
@@ -358,16 +359,16 @@ class LucaLayer(nn.Module, BaseTunerLayer):
 
     def _unit_rows(self) -> Tensor | None:
         """The rows of all experts with a cosine head, of length 1, (rows, d)."""
-        rows = [F.normalize(self.luca_class_rows[name], dim=-1) for name in self.class_index.cosine]
+        rows = [F.normalize(self.luca_class_rows[name], dim=-1) for name in self.label_space.cosine]
         return torch.cat(rows) if rows else None
 
     def _scores_under(self, adapter_name: str, z: Tensor, rows: Tensor | None) -> Tensor:
         """One expert's scores, (batch, C), with whatever number where it cannot score a class."""
-        index = self.class_index
+        index = self.label_space
         if self.configs[adapter_name].head == "linear":
-            own_scores = self.own_scores(z, adapter_name)
-            filled = own_scores.new_zeros(z.shape[0], len(index.classes))
-            return filled.index_copy(1, index.own[adapter_name], own_scores)
+            expert_logits = self.expert_logits(z, adapter_name)
+            filled = expert_logits.new_zeros(z.shape[0], len(index.classes))
+            return filled.index_copy(1, index.own[adapter_name], expert_logits)
         assert rows is not None
         features = F.normalize(self.luca(z, adapter_name), dim=-1)
         cosines = F.linear(features, rows.to(features.dtype))  # (batch, rows)
@@ -398,7 +399,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             )
         if expert is not None and not torch.compiler.is_compiling():
             _check_places(expert, len(z), len(self.configs))
-        index, device = self.class_index, z.device
+        index, device = self.label_space, z.device
         asked = min(common.candidates or len(self.configs), len(self.configs))
         per_sample = asked * max(index.rows, len(index.classes))
         if isinstance(router, StatisticsRouter):
@@ -455,7 +456,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
 
     def _candidates(self, z: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """[`scores`] of each image's own candidates, (batch, count, C), what is known of them, and their places."""
-        names, index, rows = list(self.configs), self.class_index, self._unit_rows()
+        names, index, rows = list(self.configs), self.label_space, self._unit_rows()
         places = self.statistics_routing.likeliest(self.unit_features(z, names[0]), count).sort(dim=1).values
         scores = next(iter(self.luca_class_rows.values())).new_empty(*places.shape, len(index.classes))
         known = torch.empty_like(scores, dtype=torch.bool)
@@ -469,14 +470,14 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         """The released evaluation's choice: the expert of the lowest mean cost answers the whole batch."""
         t = int(costs.mean(dim=0).argmin())
         scores, known = self.scores(z, [list(self.configs)[t]])
-        logits = scores if self.class_index.complete else fill_unknown(scores, known)
+        logits = scores if self.label_space.complete else fill_unknown(scores, known)
         return logits[:, 0], torch.full((len(z),), t, device=z.device)
 
     def _route_by_statistics(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits, expert, entropy and confidence by the statistics router that is set."""
         routing = self.statistics_routing
         posterior, expert, confidence = routing(
-            self.unit_features(z, routing.experts[0]), lambda images, name: self.own_scores(z[images], name)
+            self.unit_features(z, routing.experts[0]), lambda images, name: self.expert_logits(z[images], name)
         )
         return posterior, expert, torch.special.entr(posterior.exp()).sum(dim=-1), confidence
 
@@ -493,10 +494,10 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         The statistics router that is set, or the one that finds a score router's candidates; made ready anew when the
         experts change.
         """
-        index, routing = self.class_index, self._statistics_routing
+        index, routing = self.label_space, self._statistics_routing
         if routing is not None and routing.part_class.device == index.device:
             return routing
-        with _MAKING_READY:  # threads that ask at once wait for the first, and take no memory of their own
+        with __MAKING_READY:  # threads that ask at once wait for the first, and take no memory of their own
             routing = self._statistics_routing
             if routing is None or routing.part_class.device != index.device:
                 router, options = StatisticsRouter(Prototype), dict[str, Any]()
@@ -508,12 +509,12 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         return routing
 
     @property
-    def class_index(self) -> ClassIndex:
+    def label_space(self) -> LabelSpace:
         """The global label space of the layer's experts, made anew when they change."""
         device = next(iter(self.luca_class_rows.values())).device
-        index = self._class_index
+        index = self._label_space
         if index is None or index.device != device:
-            index = self._class_index = ClassIndex(self.configs, device)
+            index = self._label_space = LabelSpace(self.configs, device)
         return index
 
     # ---- training ------------------------------------------------------------------------------------------------
@@ -554,7 +555,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         counts = torch.bincount(labels, minlength=len(rows))
         if len(counts) != len(rows) or not counts.all():
             raise ValueError(
-                f"expert {adapter_name!r} has {counted(len(rows), 'class')}, but the images per label are "
+                f"expert {adapter_name!r} has {pluralize(len(rows), 'class')}, but the images per label are "
                 f"{counts.tolist()}: every class needs at least one image."
             )
         sums = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)

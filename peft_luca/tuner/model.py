@@ -330,7 +330,7 @@ class LucaModel(BaseTuner):
     @property
     def classes(self) -> tuple[str, ...]:
         """The global label space: the class names of all experts in order of first appearance."""
-        return self.layer.class_index.classes
+        return self.layer.label_space.classes
 
     def set_router(self, router: str | Router | StatisticsRouter | Oracle | None, **options: Any) -> None:
         """
@@ -407,7 +407,7 @@ class LucaModel(BaseTuner):
         """
 
         def forward(features: Tensor, **kwargs: Any) -> ImageClassifierOutput:
-            return ImageClassifierOutput(logits=self.layer.answer(features))
+            return ImageClassifierOutput(logits=self.layer.logits(features))
 
         self.model.forward = forward
         try:
@@ -448,7 +448,7 @@ class LucaModel(BaseTuner):
             rank, random_features: See [`~peft_luca.statistics.ClassStatistics.collect`].
         """
         layer = self.layer
-        device = layer.class_index.device
+        device = layer.label_space.device
 
         def prepare(z: Tensor) -> Tensor:
             return layer.unit_features(z.to(device), adapter_name).cpu()

@@ -29,7 +29,8 @@ from transformers import ViTImageProcessorPil
 from peft_luca import FeatureDataset, ImageCollator, TaskStream
 from peft_luca import utils as cache
 from peft_luca.data.feature_cache import default_cache_dir, digest_images, extract_features, features_key
-from peft_luca.utils import PartialFeatures, write_whole, writing
+from peft_luca.data.feature_file import PartialFeatures
+from peft_luca.utils import atomic_write, explain_write_errors
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def kept(tmp_path):
     return {"features_cache_dir": str(tmp_path / "features")}
 
 
-def counted(folder, **settings):
+def pluralize(folder, **settings):
     """A trainer that has learnt its stream, and how many images its trunk saw since it was made."""
     model = make_vit() if "model" not in settings else settings.pop("model")
     count = ForwardCount(model)
@@ -56,19 +57,19 @@ def images_of(*contents):
 
 
 def test_every_image_is_looked_at_once_and_never_again(tmp_path, kept):
-    _, first = counted(tmp_path / "first", luca_config=None, **kept)
+    _, first = pluralize(tmp_path / "first", luca_config=None, **kept)
     assert first == 192 + 48 + 24  # reference pictures, train and test
     files = files_in(tmp_path / "features")
     assert len(files) == 6
     assert all(name.endswith(".arrow") for name in files)
-    _, second = counted(tmp_path / "second", seed=8, num_train_epochs=1, **kept)
+    _, second = pluralize(tmp_path / "second", seed=8, num_train_epochs=1, **kept)
     assert second == 192
     assert files_in(tmp_path / "features") == files
 
 
 def test_labels_are_no_part_of_it(tmp_path, kept):
-    counted(tmp_path / "first", **kept)
-    trainer, images = counted(tmp_path / "second", stream=make_stream(order=NAMES[2:] + NAMES[:2]), **kept)
+    pluralize(tmp_path / "first", **kept)
+    trainer, images = pluralize(tmp_path / "second", stream=make_stream(order=NAMES[2:] + NAMES[:2]), **kept)
     assert images == 192
     assert trainer.features(trainer.stream[0], "train").labels.tolist() == [0] * 8 + [1] * 8
 
@@ -136,7 +137,7 @@ def test_images_are_their_bytes(tmp_path):
 
 def test_the_default_folder_is_in_the_cache_of_datasets(monkeypatch, tmp_path):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    counted(tmp_path / "out", stream=make_stream(increment=6))
+    pluralize(tmp_path / "out", stream=make_stream(increment=6))
     assert default_cache_dir() == tmp_path / "hf" / "peft_luca"
     assert len(files_in(default_cache_dir())) == 2
 
@@ -177,9 +178,9 @@ def test_read_without_a_copy(tmp_path):
 
 
 def test_experts_learn_from_halves_too(tmp_path):
-    whole, _ = counted(tmp_path / "whole", features_cache_dir=str(tmp_path / "c"))
+    whole, _ = pluralize(tmp_path / "whole", features_cache_dir=str(tmp_path / "c"))
     for dtype in ("float16", "bfloat16"):
-        half, _ = counted(tmp_path / dtype, features_cache_dir=str(tmp_path / "c"), features_dtype=dtype)
+        half, _ = pluralize(tmp_path / dtype, features_cache_dir=str(tmp_path / "c"), features_dtype=dtype)
         for key, tensor in expert_tensors(half.model, "task_1").items():
             torch.testing.assert_close(tensor, expert_tensors(whole.model, "task_1")[key], rtol=0.1, atol=0.1)
 
@@ -189,10 +190,10 @@ def test_experts_learn_from_halves_too(tmp_path):
 
 def test_views_are_computed_once_each_and_take_turns(tmp_path, kept):
     settings = {"stream": make_stream(increment=6), "augmented_views": 2, "num_train_epochs": 3, **kept}
-    trainer, images = counted(tmp_path / "first", **settings)
+    trainer, images = pluralize(tmp_path / "first", **settings)
     assert trainer.args.augmentation is True
     assert images == 192 + 48 + 24 + 2 * 48
-    again, images = counted(tmp_path / "second", **settings)
+    again, images = pluralize(tmp_path / "second", **settings)
     assert images == 192
     for key, tensor in expert_tensors(trainer.model, "task_0").items():
         assert torch.equal(tensor, expert_tensors(again.model, "task_0")[key])
@@ -340,12 +341,12 @@ def test_what_a_kill_at_the_very_end_leaves_is_cleared_away(out, left):
 
 def test_write_whole(tmp_path):
     path = tmp_path / "a"
-    with write_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text("first")
         assert not path.exists()
 
     def fail():
-        with write_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             temporary.write_text("second")
             raise Stop
 
@@ -354,7 +355,7 @@ def test_write_whole(tmp_path):
     assert path.read_text() == "first"
     assert files_in(tmp_path) == ["a"]
     with pytest.raises(OSError, match=r"cannot write .*: No space left on device. What was finished before is kept"):
-        with writing(path):
+        with explain_write_errors(path):
             raise OSError(28, os.strerror(28))
 
 

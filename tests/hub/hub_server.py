@@ -141,10 +141,10 @@ class HubServer:
                     return await self.half(request)
                 await request.read()
                 return web.json_response({"error": "injected"}, status=fault.action)
-        return await self.answer(request)
+        return await self.logits(request)
 
     async def half(self, request):
-        whole = await self.answer(request)
+        whole = await self.logits(request)
         response = web.StreamResponse(status=whole.status, headers=whole.headers)
         response.content_length = len(whole.body)
         await response.prepare(request)
@@ -152,7 +152,7 @@ class HubServer:
         request.transport.close()
         return response
 
-    async def answer(self, request):
+    async def logits(self, request):
         for method, pattern, function in ROUTES:
             match = re.fullmatch(pattern, request.path)
             if match and request.method in method.split():

@@ -11,11 +11,11 @@ from peft import PeftModel, get_peft_model
 from transformers import ViTConfig, ViTForImageClassification
 
 from peft_luca import ContinualTrainingArguments, LucaConfig, load_experts, save_expert, save_experts
-from peft_luca.hub.validation import InvalidExpertError
 from peft_luca.routing.discriminants import Gaussian, gather_statistics
 from peft_luca.routing.router import ROUTERS, energy, entropy, margin, max_prob
 from peft_luca.routing.statistics import STATISTICS_NAME, ClassStatistics, pool
 from peft_luca.training.sparsity import overlap_report
+from peft_luca.utils import InvalidExpertError
 
 
 D = 16
@@ -153,7 +153,7 @@ def test_hybrid_lets_experts_choose_among_their_classes():
     with torch.no_grad():
         for name, own in (("animals", [0, 1, 2]), ("skies", [3, 4])):
             total = router[:, own].logsumexp(1, keepdim=True)
-            mixed = 0.7 * (router[:, own] - total) + 0.3 * layer.own_scores(z, name).log_softmax(1)
+            mixed = 0.7 * (router[:, own] - total) + 0.3 * layer.expert_logits(z, name).log_softmax(1)
             wanted[:, own] = total + mixed.log_softmax(1)
     torch.testing.assert_close(hybrid, wanted, rtol=1e-4, atol=1e-4)
     # An expert that is not asked leaves the router's posterior among its classes.
@@ -172,7 +172,7 @@ def test_oracle_answers_with_the_expert_it_is_told():
     told = torch.tensor([0, 1, 1, 0])
     output = model.route(pixels, expert=told)
     assert torch.equal(output.expert, told)
-    own = model.base_model.layer.own_scores(model.pooled_features(pixels), "skies")
+    own = model.base_model.layer.expert_logits(model.pooled_features(pixels), "skies")
     torch.testing.assert_close(output.logits[1:3, 3:], own[1:3])
     assert (output.logits.argmax(1) >= 3).tolist() == [False, True, True, False]
     with pytest.raises(ValueError, match="is told which expert"):

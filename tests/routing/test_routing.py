@@ -107,7 +107,7 @@ def test_a_shared_class_is_scored_by_the_experts_own_row_and_by_the_best_of_the_
     with torch.no_grad():
         layer.luca_class_rows["t"].copy_(layer.luca(z, "u"))
     scores, _ = layer.scores(z)
-    own = layer.own_scores(z, "u")[0, 0].item()
+    own = layer.expert_logits(z, "u")[0, 0].item()
     assert scores[0, 1, 0].item() == pytest.approx(own, abs=1e-4)  # u has an a of its own, though t's is better
     assert own < layer.scale("u").item() - 1e-3
 

@@ -77,7 +77,7 @@ def test_eight_threads_route_as_one_does(router, options):
     alone = [model.route(batch) for batch in batches]
     for _ in range(5):
         # What is made ready at the first call is made anew, by all threads at once.
-        model.base_model.layer._class_index = model.base_model.layer._statistics_routing = None
+        model.base_model.layer._label_space = model.base_model.layer._statistics_routing = None
         for one, other in zip(alone, at_once(lambda i: model.route(batches[i])), strict=True):
             assert all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
 

@@ -301,7 +301,7 @@ def test_the_loss_is_the_papers(out):
     trainer.train()
     task, layer = trainer.stream[0], trainer.tuner.layer
     features = trainer.features(task, "train")
-    log_p = layer.own_scores(features.features, "task_0").double().log_softmax(dim=1)
+    log_p = layer.expert_logits(features.features, "task_0").double().log_softmax(dim=1)
     expected = -float(log_p[torch.arange(48), features.labels].mean())
     ((_, logs),) = [entry for entry in diary.logs if "loss" in entry[1]]
     assert logs["cross_entropy"] == pytest.approx(expected, rel=1e-5)

@@ -115,10 +115,10 @@ def features(model: PeftModel, **images: Tensor) -> Tensor:
     """What the experts are given, (batch, d)."""
     seen: list[Tensor] = []
     layer = model.base_model.layer
-    answer = layer.answer
-    layer.answer = lambda z: seen.append(z) or answer(z)
+    answer = layer.logits
+    layer.logits = lambda z: seen.append(z) or answer(z)
     model(**images)
-    del layer.answer
+    del layer.logits
     return seen[0]
 
 

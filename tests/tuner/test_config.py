@@ -11,9 +11,10 @@ from peft import PeftConfig
 from transformers import TrainingArguments
 
 from peft_luca import ContinualTrainingArguments, LucaConfig
-from peft_luca.hub.validation import InvalidExpertError, read_config
+from peft_luca.hub.validation import read_config
 from peft_luca.training.run_folder import run_settings
 from peft_luca.tuner.config import ARRANGEMENTS, HEADS, NORM_POSITIONS, OWN_RECIPE, ROW_INITS
+from peft_luca.utils import InvalidExpertError
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_streams import images, named, names_of
 
 from peft_luca import LucaConfig, TaskStream
-from peft_luca.tuner.config import MAX_CLASS_NAME, check_classes
+from peft_luca.utils import MAX_CLASS_NAME, check_classes
 
 
 @pytest.fixture(autouse=True)

@@ -53,23 +53,23 @@ def test_sigma(positive, sigma):
     assert layer.scale("t").item() == used
     features, rows = exact_luca(model, "t", z), torch.stack(list(exact_rows(model, "t").values()))
     cosines = features @ rows.T / features.norm(dim=1, keepdim=True)
-    close(layer.own_scores(z, "t"), used * cosines)
+    close(layer.expert_logits(z, "t"), used * cosines)
     assert cosines.abs().max() <= 1
 
 
 def test_cosine_rows_are_read_by_direction_alone():
     model, z = make_model({"t": SIX}), vectors()
     layer = model.base_model.layer
-    before = layer.own_scores(z, "t")
+    before = layer.expert_logits(z, "t")
     with torch.no_grad():
         layer.luca_class_rows["t"].mul_(torch.arange(1.0, 7.0)[:, None])
-    close(layer.own_scores(z, "t"), before.detach().double())
+    close(layer.expert_logits(z, "t"), before.detach().double())
 
 
 def test_zero_rows_score_zero():
     model = make_model({"t": SIX})
     torch.nn.init.zeros_(model.base_model.layer.luca_class_rows["t"])
-    assert not model.base_model.layer.own_scores(vectors(), "t").any()
+    assert not model.base_model.layer.expert_logits(vectors(), "t").any()
 
 
 @pytest.mark.parametrize("norm_position", NORM_POSITIONS)
@@ -78,7 +78,7 @@ def test_gradients(norm_position):
     model = make_model({"t": SIX}, norm_position=norm_position, reduction=8)
     layer, z = model.base_model.layer, vectors(3)
     layer.double()
-    layer.own_scores(z.double(), "t").square().sum().backward()
+    layer.expert_logits(z.double(), "t").square().sum().backward()
     for name, parameter in layer.named_parameters():
         if not parameter.requires_grad:
             continue

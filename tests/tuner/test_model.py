@@ -59,7 +59,7 @@ def test_dinov2_reads_the_first_half_and_not_the_patches():
     x = torch.randn(3, 2 * D, generator=torch.Generator().manual_seed(0))
     changed = torch.cat([x[:, :D], x[:, D:] + 100], dim=1)
     assert torch.equal(layer(x), layer(changed))
-    assert torch.equal(layer(x), layer.own_scores(x[:, :D], "t"))
+    assert torch.equal(layer(x), layer.expert_logits(x[:, :D], "t"))
 
 
 def test_a_base_without_labels_has_an_identity_for_a_head():

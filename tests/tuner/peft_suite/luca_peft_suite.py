@@ -1,6 +1,6 @@
 """
 A pytest plugin that runs PEFT's own tests, unedited, on LuCA: it puts LuCA's configurations in the place of the values
-that the tests are parametrised with, and leaves out what is not parametrised by a method. See tests/tuner/test_upstream.py.
+that the tests are parametrised with, and leaves out what is not parametrised by a method. See test_upstream.py.
 """
 
 from __future__ import annotations
