@@ -35,7 +35,7 @@ from .config import LucaConfig
 # Rows are multiplied with at most this many numbers of (batch, experts, rows) in memory at a time.
 SCORES_BUDGET = 2**25
 
-__MAKING_READY = threading.RLock()
+_MAKING_READY = threading.RLock()
 _READ_FEATURES: ContextVar[bool] = ContextVar("peft_luca_read_features", default=False)
 
 
@@ -497,7 +497,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         index, routing = self.label_space, self._statistics_routing
         if routing is not None and routing.part_class.device == index.device:
             return routing
-        with __MAKING_READY:  # threads that ask at once wait for the first, and take no memory of their own
+        with _MAKING_READY:  # threads that ask at once wait for the first, and take no memory of their own
             routing = self._statistics_routing
             if routing is None or routing.part_class.device != index.device:
                 router, options = StatisticsRouter(Prototype), dict[str, Any]()
