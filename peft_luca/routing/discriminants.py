@@ -1,102 +1,101 @@
-"""Closed-form classifiers made of the experts' statistics, and the routers that they are."""
+"""Closed-form classifiers made of class statistics."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..utils import InvalidExpertError
-from .statistics import ClassStatistics, pool, projection
+from .statistics import ClassStatistics, random_directions
 
 
-if TYPE_CHECKING:
-    from ..tuner.layer import LucaLayer
-    from .router import LabelSpace
-
-
-# Numbers of (images, factor rows) that are in memory at a time.
+# Products of images and factor rows that are in memory at a time.
 BUDGET = 2**24
-# Beyond this a classifier's scores could overflow in float32.
+# With larger coefficients, scores could overflow in float32.
 MAX_COEFFICIENT = 1e30
 
+UNUSABLE = (
+    "no classifier can be made of the experts' statistics. Collect them again, leave out the expert that brought "
+    "them, or use a router that needs none, such as 'entropy'"
+)
 
-class Classifier:
+
+class _Tensors:
+    """Holds tensors and numbers, its own and those of its parts."""
+
+    def to(self, device: torch.device) -> None:
+        """Moves all tensors to a device."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+            elif isinstance(value, _Tensors):
+                value.to(device)
+
+    def numbers(self) -> Iterator[Tensor]:
+        for value in vars(self).values():
+            if isinstance(value, _Tensors):
+                yield from value.numbers()
+            elif isinstance(value, (Tensor, float)):
+                yield torch.as_tensor(value)
+
+
+class Discriminant(_Tensors):
     """
-    A closed-form classifier of unit features. `log_posterior` maps (batch, d) to (batch, C), over the classes in the
-    order of the statistics it was made of.
+    Base class of the closed-form classifiers of unit features. Outputs have one column per class of the statistics, in
+    their order. `temperature` divides the scores before the softmax.
     """
 
     temperature: float
 
-    def __init__(self, statistics: ClassStatistics, **options: Any) -> None:
-        raise NotImplementedError
-
-    def move(self, device: torch.device) -> None:
-        """Take every tensor to a device, once: what is called for each batch finds it there."""
-        for part in _parts(self):
-            for name, value in vars(part).items():
-                if isinstance(value, Tensor):
-                    setattr(part, name, value.to(device))
-
     def scores(self, x: Tensor) -> Tensor:
+        """Unit features `(batch, d)` → log-likelihoods up to a constant, `(batch, C)`."""
         raise NotImplementedError
 
     def log_posterior(self, x: Tensor) -> Tensor:
+        """Unit features `(batch, d)` → log-probability of each class, `(batch, C)`."""
         return torch.log_softmax(self.scores(x) / self.temperature, dim=-1)
 
     def log_known(self, x: Tensor) -> Tensor:
-        """Log-probability that an image is of any of the classes, (batch,): 0 where that is not judged."""
+        """Unit features `(batch, d)` → log-probability of any of the classes, `(batch,)`; 0 if it is not estimated."""
         return x.new_zeros(x.shape[0])
 
 
-def _parts(classifier: Classifier) -> Iterator[Any]:
-    """A classifier, and what it is made of."""
-    yield classifier
-    for value in vars(classifier).values():
-        if isinstance(value, Classifier):
-            yield from _parts(value)
-        elif isinstance(value, Background):
-            yield value
-
-
-class Background:
+class Background(_Tensors):
     """
-    One Gaussian of all training features, which stands for whatever is none of the classes: an image is known as far
-    as a class explains it better than that (relative Mahalanobis distance, https://arxiv.org/abs/2106.09022).
+    One Gaussian of all training features, which stands for images of no class: an image is known as far as a class
+    explains it better than the background does (relative Mahalanobis distance, https://arxiv.org/abs/2106.09022).
     """
 
     def __init__(self, statistics: ClassStatistics, within: Tensor, volume: float) -> None:
         counts, images = statistics.counts, float(statistics.counts.sum())
-        self.mean = (counts[:, None] * statistics.means).sum(dim=0) / images
-        apart = counts.sqrt()[:, None] * (statistics.means - self.mean)
+        mean = (counts[:, None] * statistics.means).sum(dim=0) / images
+        apart = counts.sqrt()[:, None] * (statistics.means - mean)
         total = (within * max(images - len(counts), 1.0) + apart.T @ apart) / max(images - 1, 1.0)
-        total = _shrunk(total, _ledoit_wolf(total, images - 1))
-        self.precision = torch.linalg.inv(total).float()
-        # The background is wider than the classes, whose log-volume this is, and so thinner everywhere.
+        total = _shrink(total, _ledoit_wolf(total, images - 1))
+        self.mean, self.precision = mean.float(), torch.linalg.inv(total).float()
+        # The log-density lacks the constant that the classes lack, too.
         self.constant = -0.5 * (float(torch.logdet(total)) - volume)
-        self.mean = self.mean.float()
 
     def scores(self, x: Tensor) -> Tensor:
+        """Unit features `(batch, d)` → log-density, `(batch,)`."""
         centred = x - self.mean.to(x)
         return -0.5 * (centred @ self.precision.to(x) * centred).sum(dim=-1) + self.constant
 
 
-class Prototype(Classifier):
+class LinearDiscriminant(Discriminant):
     """
-    Linear discriminant of class means and pooled covariance, which is shrunk toward a sphere by the strength that the
-    training scatter itself gives (Ledoit & Wolf's rule, in its form for Gaussians).
+    Linear discriminant of the class means and the pooled covariance, shrunk toward a sphere.
 
     Args:
         statistics ([`ClassStatistics`]): Pooled.
-        shrinkage (`float`, *optional*): Strength, 0 to 1, in place of the rule's.
+        shrinkage (`float`, *optional*): Strength, 0 to 1; by Ledoit & Wolf's rule for Gaussians by default.
         temperature (`float`, *optional*): Divides the log-likelihoods; √d/3 by default.
-        means (`torch.Tensor` of shape `(prototypes, d)`, *optional*): Prototypes in place of the class means.
+        means (`torch.Tensor` of shape `(means, d)`, *optional*): Used in place of the class means.
     """
 
     def __init__(
@@ -106,45 +105,43 @@ class Prototype(Classifier):
         temperature: float | None = None,
         means: Tensor | None = None,
     ) -> None:
-        _check_share("shrinkage", shrinkage)
         covariance, freedom = statistics.within
-        self.shrinkage = shrinkage = _ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
-        self.temperature = _temperature(temperature, math.sqrt(len(covariance)) / 3)
-        shrunk = _shrunk(covariance, shrinkage)
+        self.shrinkage = _ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
+        self.temperature = math.sqrt(len(covariance)) / 3 if temperature is None else temperature
+        shrunk = _shrink(covariance, self.shrinkage)
         self.background = Background(statistics, covariance, float(torch.logdet(shrunk)))
-        self.precision = torch.linalg.inv(shrunk).float()
         means = statistics.means if means is None else means
         weights = torch.linalg.solve(shrunk, means.T).T  # (C, d)
-        self.weights = weights.float()
-        self.bias = (-0.5 * (weights * means).sum(dim=1)).float()
+        self.weights, self.bias = weights.float(), (-0.5 * (weights * means).sum(dim=1)).float()
+        self.precision = torch.linalg.inv(shrunk).float()
 
     def scores(self, x: Tensor) -> Tensor:
         return torch.addmm(self.bias.to(x), x, self.weights.to(x).T)
 
     def log_known(self, x: Tensor) -> Tensor:
-        # The part that all classes have in common cancels among them, but not against the background.
+        # All classes share this term: it cancels among them, but not against the background.
         common = -0.5 * (x @ self.precision.to(x) * x).sum(dim=-1)
-        return _log_known(self.scores(x) + common[:, None], self.background.scores(x), self.temperature)
+        best = torch.logsumexp((self.scores(x) + common[:, None]) / self.temperature, dim=-1)
+        return best - torch.logaddexp(best, self.background.scores(x) / self.temperature)
 
 
-class Gaussian(Classifier):
+class RegularizedDiscriminant(Discriminant):
     """
     A Gaussian per class: Σ_k = (1-γ)·[(1-α)·S_k + α·P] + γ·t_k·I, with S_k the class's covariance, P the pooled one
     and t_k the mean of the bracket's diagonal (Friedman 1989). Scores are -½·(x-μ)ᵀΣ_k⁻¹(x-μ) - ½·β·log|Σ_k|.
 
-    α falls as a class has more images: 1/(1 + 0.13·(n-1)^¼). This rule, β and the temperature, which is above 1
-    because the features have heavier tails than a Gaussian, were chosen by leave-one-out on training images of three
-    data sets: see the routing page of the docs. γ is Ledoit & Wolf's strength for as many images as the bracket is
-    worth.
+    α falls as a class has more images: 1/(1 + 0.13·(n-1)^¼). This rule, β and the temperature were chosen by
+    leave-one-out on training images of three data sets: see the routing page of the docs. The temperature is above 1
+    because the features have heavier tails than a Gaussian. γ is given by [`sphere_strength`].
 
     Args:
         statistics ([`ClassStatistics`]): Pooled.
-        shrinkage (`float`, *optional*): α of every class, 0 to 1, in place of the rule's.
-        sphere (`float`, *optional*): γ, 0 to 1, in place of the rule's.
-        volume (`float`, *optional*, defaults to `0.0`): β: how much the classes' volumes count; 1 in the density.
+        shrinkage (`float`, *optional*): α of every class, 0 to 1. By default the rule chooses it.
+        sphere (`float`, *optional*): γ, 0 to 1. By default the rule chooses it.
+        volume (`float`, *optional*, defaults to `0.0`): β, the weight of the classes' log-volumes; 1 in the density.
         temperature (`float`, *optional*):
-            Divides the scores; 0.44·√d by default. Whether an image is known is judged by [`Prototype`], of this
-            temperature or its own default.
+            Divides the scores; 0.44·√d by default. [`LinearDiscriminant`] judges whether an image is known, with this
+            temperature if it is given and its own default otherwise.
     """
 
     def __init__(
@@ -155,28 +152,27 @@ class Gaussian(Classifier):
         volume: float = 0.0,
         temperature: float | None = None,
     ) -> None:
-        _check_share("shrinkage", shrinkage)
-        _check_share("sphere", sphere)
         covariance, pooled_freedom = statistics.within
-        d = len(covariance)
-        self.temperature = _temperature(temperature, 0.44 * math.sqrt(d))
-        counts = statistics.counts
+        d, counts = len(covariance), statistics.counts
+        self.temperature = 0.44 * math.sqrt(d) if temperature is None else temperature
         alphas = 1 / (1 + 0.13 * (counts - 1) ** 0.25) if shrinkage is None else torch.full_like(counts, shrinkage)
         if sphere is None:
             sphere = sphere_strength(counts, alphas, covariance, pooled_freedom)
         self.sphere = sphere
+        # The classes' own covariances differ in volume, so that the pooled one judges what is known.
+        self.pooled = LinearDiscriminant(statistics, temperature=temperature)
         values, basis = torch.linalg.eigh(covariance)
-        values = values.clamp(min=0)
-        self.basis = basis.float()
-        means = statistics.means @ basis  # (C, d), as all that follows in the basis of P
+        values, self.basis = values.clamp(min=0), basis.float()
+        means = statistics.means @ basis  # (C, d). All that follows is in the basis of P.
         inverse, rows, offsets = torch.empty_like(means), [], []
         volumes = torch.empty(len(means), dtype=torch.float64)
         for k, factor in enumerate(statistics.factors):
             freedom = float(counts[k]) - 1
-            own = 0.0 if freedom == 0 else 1 - float(alphas[k])  # a single image has no covariance of its own
-            # Most of the time goes here: in float32, as the factors are.
+            own = 0.0 if freedom == 0 else 1 - float(alphas[k])  # a single image has no covariance
+            factor = factor if len(factor) else factor.new_zeros(1, d)
+            # Most of the time is spent here: in float32, as the factors are.
             turned = (factor @ self.basis).double() * math.sqrt(own / max(freedom, 1))  # (r, d)
-            # The diagonal that a low rank leaves out counts by its mean, so that one basis serves all classes.
+            # The mean of the diagonal that a low rank leaves out, so that one basis serves all classes.
             left = float(statistics.remainder[k].sum()) / d * own / max(freedom, 1)
             mean_variance = float(turned.square().sum()) / d + left + (1 - own) * float(values.mean())
             diagonal = (1 - sphere) * ((1 - own) * values + left) + sphere * mean_variance
@@ -190,40 +186,47 @@ class Gaussian(Classifier):
             volumes[k] = diagonal.log().sum() + 2 * lower.diagonal().log().sum()
             rows.append(reduced.float())
             offsets.append((reduced @ means[k]).float())
-        # Whether an image is of any class is judged by the pooled covariance: the classes' own differ in volume.
-        self.pooled = Prototype(statistics, temperature=temperature)
-        self.inverse = inverse.float()
-        self.linear = (means * inverse).float()
+        # Classes with equally many rows lie side by side, so that one reshape and sum serves them all.
+        lengths = torch.tensor([len(part) for part in rows])
+        order = lengths.argsort(stable=True)
+        self.groups = list(Counter(lengths[order].tolist()).items())  # (rows per class, classes)
+        self.places = order.argsort()
+        self.rows = torch.cat([rows[k] for k in order.tolist()])
+        self.offsets = torch.cat([offsets[k] for k in order.tolist()])
+        self.inverse, self.linear = inverse.float(), (means * inverse).float()
         self.constant = (-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float()
-        self.rows, self.offsets = torch.cat(rows), torch.cat(offsets)
-        self.lengths = torch.tensor([len(part) for part in rows])
 
     def scores(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and not len(x):  # torch cannot reduce the parts of nothing
-            return x.new_zeros(0, len(self.constant))
         y = x @ self.basis.to(x)
         scores = y @ self.linear.to(x).T - 0.5 * y.square() @ self.inverse.to(x).T + self.constant.to(x)
-        rows, offsets, lengths = self.rows.to(x), self.offsets.to(x), self.lengths.to(x.device)
-        parts = []
-        for part in y.split(max(1, BUDGET // max(1, len(rows)))):
-            squares = (part @ rows.T - offsets).square()  # (batch, rows of all classes)
-            parts.append(torch.segment_reduce(squares, "sum", lengths=lengths.expand(len(part), -1), axis=1))
-        return scores + 0.5 * torch.cat(parts)
+        rows, shift = self.rows.to(x), -self.offsets.to(x)[:, None]
+        # A compiled or exported graph holds for every batch size, and a split would fix it.
+        pieces = [y] if torch.compiler.is_compiling() else y.split(max(1, BUDGET // len(rows)))
+        return scores + 0.5 * torch.cat([self._sum_squares(torch.addmm(shift, rows, piece.T)) for piece in pieces])
+
+    def _sum_squares(self, products: Tensor) -> Tensor:
+        """Products with the rows of all classes, (rows, batch) → sum of their squares per class, (batch, C)."""
+        parts = products.square().split([r * n for r, n in self.groups])
+        sums = [part.unflatten(0, (n, r)).sum(dim=1) for part, (r, n) in zip(parts, self.groups, strict=True)]
+        return torch.cat(sums).index_select(0, self.places).T
 
     def log_known(self, x: Tensor) -> Tensor:
         return self.pooled.log_known(x)
 
 
-class Ridge(Classifier):
+class RidgeClassifier(Discriminant):
     """
-    Ridge regression to one-hot labels on seeded random ReLU features (RanPAC, https://arxiv.org/abs/2307.02251). Its
-    strength is the one of least generalised cross-validation, which the Gram matrix and the class sums give in closed
-    form.
+    Ridge regression to one-hot labels on random ReLU features (RanPAC, https://arxiv.org/abs/2307.02251).
 
     Args:
         statistics ([`ClassStatistics`]): Pooled, with random features.
-        strength (`float`, *optional*): λ, in place of the rule's.
-        temperature (`float`, *optional*): Divides the scores; 0.1 by default.
+        strength (`float`, *optional*):
+            λ, above 0. By default the one of least generalized cross-validation, which the Gram matrix and the class
+            sums give in closed form.
+        temperature (`float`, *optional*, defaults to `0.1`): Divides the scores.
+
+    Raises:
+        ValueError: The statistics have no random features.
     """
 
     def __init__(
@@ -235,56 +238,53 @@ class Ridge(Classifier):
                 "with ClassStatistics.collect(..., random_features=2000), or statistics_random_features=2000 in the "
                 "training arguments."
             )
-        self.temperature = _temperature(temperature, 0.1)
+        self.temperature = 0.1 if temperature is None else temperature
         values, basis = torch.linalg.eigh(statistics.gram.double())
         values, sums = values.clamp(min=0), statistics.random_sums @ basis  # (C, M)
-        images = float(statistics.counts.sum())
-        if strength is None:
-            power = sums.square().sum(dim=0)
-            best = torch.inf
-            for candidate in (float(values.mean()) * 10.0**e for e in torch.arange(-6, 3.01, 0.25).tolist()):
-                weight = 1 / (values + candidate)
-                residual = images - float((power * (2 * weight - values * weight.square())).sum())
-                freedom = images - float((values * weight).sum())
-                loss = residual / freedom**2 if freedom > 1e-6 * images else torch.inf
-                if loss < best:
-                    best, strength = loss, candidate
-        if strength is None or not strength > 0:
-            raise ValueError(f"strength must be above 0, got {strength}.")
-        self.strength = strength
-        self.projection = projection(statistics.means.shape[1], len(values)).float()  # (d, M)
-        self.weights = ((sums / (values + strength)) @ basis.T).float()  # (C, M)
+        self.strength = _ridge_strength(values, sums, statistics.counts) if strength is None else strength
+        self.weights = ((sums / (values + self.strength)) @ basis.T).float()  # (C, M)
+        self.directions = random_directions(statistics.means.shape[1], len(values)).float()  # (d, M)
 
     def scores(self, x: Tensor) -> Tensor:
-        return torch.relu(x @ self.projection.to(x)) @ self.weights.to(x).T
+        return torch.relu(x @ self.directions.to(x)) @ self.weights.to(x).T
+
+
+def make_discriminant(kind: Callable[..., Discriminant], statistics: ClassStatistics, **options: Any) -> Discriminant:
+    """
+    Makes a classifier and checks its numbers.
+
+    Raises:
+        InvalidExpertError: The statistics cannot be those of images: a coefficient is not finite, or very large.
+    """
+    try:
+        made = kind(statistics, **options)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise InvalidExpertError(f"{UNUSABLE}: {error}") from error
+    if not all((value.abs() <= MAX_COEFFICIENT).all() for value in made.numbers()):
+        raise InvalidExpertError(f"{UNUSABLE}: numbers in it are not finite, or very large.")
+    return made
 
 
 def sphere_strength(counts: Tensor, shrinkage: Tensor, covariance: Tensor, freedom: float) -> float:
     """
-    γ of [`Gaussian`], between 0 and 1: Ledoit & Wolf's strength for as many images as (1-α)·S_k + α·P is worth.
-
-    Args:
-        counts (`torch.Tensor` of shape `(K,)`): Images of each class.
-        shrinkage (`torch.Tensor` of shape `(K,)`): α of each class.
-        covariance (`torch.Tensor` of shape `(d, d)`): P.
-        freedom (`float`): Its degrees of freedom.
+    γ of [`RegularizedDiscriminant`], 0 to 1: Ledoit & Wolf's strength for as many images as (1-α)·S_k + α·P is worth,
+    from the images and the α of each class, both (K,), and P, (d, d), with its degrees of freedom.
     """
     share = torch.where(counts > 1, 1 - shrinkage, 0.0)
-    # The variance of two means put together.
+    # The variance of a weighted sum of two means.
     variance = share**2 / (counts - 1).clamp(min=1) + (1 - share) ** 2 / max(freedom, 1.0)
     return _ledoit_wolf(covariance, 1 / float((counts * variance).sum() / counts.sum()))
 
 
-def _log_known(scores: Tensor, background: Tensor, temperature: float) -> Tensor:
-    """Log-odds of any class against the background → log-probability of any class."""
-    best = torch.logsumexp(scores / temperature, dim=-1)
-    return best - torch.logaddexp(best, background / temperature)
-
-
-def _shrunk(covariance: Tensor, strength: float) -> Tensor:
-    """A covariance shrunk toward a sphere, and kept away from what float64 cannot tell from zero."""
-    d, trace = len(covariance), covariance.trace()
-    return (1 - strength) * covariance + (strength / d + 1e-10) * trace * torch.eye(d, dtype=torch.float64)
+def _ridge_strength(values: Tensor, sums: Tensor, counts: Tensor) -> float:
+    """λ of least generalized cross-validation, from the eigenvalues of the Gram matrix and the sums in their basis."""
+    images, power = counts.sum(), sums.square().sum(dim=0)
+    candidates = values.mean() * 10.0 ** torch.arange(-6, 3.01, 0.25, dtype=torch.float64)
+    weight = 1 / (values + candidates[:, None])  # (candidates, M)
+    residual = images - (power * (2 * weight - values * weight.square())).sum(dim=1)
+    freedom = images - (values * weight).sum(dim=1)
+    loss = torch.where(freedom > 1e-6 * images, residual / freedom.square(), math.inf)
+    return float(candidates[loss.argmin()])
 
 
 def _ledoit_wolf(covariance: Tensor, freedom: float) -> float:
@@ -294,217 +294,7 @@ def _ledoit_wolf(covariance: Tensor, freedom: float) -> float:
     return min(1.0, (square + trace**2) / (freedom * spread)) if freedom > 0 and spread > 0 else 1.0
 
 
-def _check_share(name: str, value: Any) -> None:
-    if value is not None and not 0 <= value <= 1:
-        raise ValueError(f"{name} must be between 0 and 1, got {value}.")
-
-
-def _temperature(value: float | None, default: float) -> float:
-    if value is not None and (not isinstance(value, int | float) or not 0 < value < math.inf):
-        raise ValueError(f"temperature must be a finite number above 0, got {value!r}.")
-    return default if value is None else float(value)
-
-
-# ---- as routers ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StatisticsRouter:
-    """
-    A router by closed-form statistics.
-
-    Attributes:
-        classifier (`type`): A [`Classifier`]; its arguments are the router's options.
-        asks_experts (`bool`): Whether experts have a say in which of their own classes it is.
-    """
-
-    classifier: type[Classifier]
-    asks_experts: bool = False
-
-
-class StatisticsRouting:
-    """
-    A statistics router made ready for a set of experts.
-
-    An expert and one of its classes make a part. Where experts share a class, the posterior is that of all its images,
-    and each expert's share of it is by how near its own mean is, under the pooled covariance.
-
-    Args:
-        router ([`StatisticsRouter`]): The router.
-        parts (`dict[str, ClassStatistics]`): Expert → its statistics, in the experts' order.
-        index ([`~peft_luca.routing.LabelSpace`]): The label space.
-        expert_weight (`float`, *optional*, defaults to `0.5`):
-            `hybrid`: which of an expert's classes it is, is a weighted geometric mean of the router's and the expert's
-            own posterior. By default both count the same, which takes no images to choose.
-        candidates (`int`, *optional*):
-            `hybrid`: this many experts, the likeliest, are asked for each image, 8 by default. The classes of the
-            others keep the router's posterior, so that what is lost is only those experts' say.
-        options: Arguments of the classifier.
-    """
-
-    def __init__(
-        self,
-        router: StatisticsRouter,
-        parts: dict[str, ClassStatistics],
-        index: LabelSpace,
-        expert_weight: float | None = None,
-        candidates: int | None = None,
-        **options: Any,
-    ) -> None:
-        if not router.asks_experts and (expert_weight is not None or candidates is not None):
-            raise TypeError("expert_weight and candidates belong to the hybrid router")
-        self.expert_weight = (0.5 if expert_weight is None else expert_weight) if router.asks_experts else 0.0
-        self.candidates = 8 if candidates is None else candidates
-        if not 0 <= self.expert_weight <= 1:
-            raise ValueError(f"expert_weight must be between 0 and 1, got {expert_weight}.")
-        # Classes and experts are taken in the order of their names, so that no order of loading changes a bit.
-        self.experts = sorted(parts)
-        pooled = pool(parts)
-        self.classifier = _make(router.classifier, pooled, **options)
-        self.classifier.move(index.device)
-        where = {name: i for i, name in enumerate(pooled.classes)}
-        self.columns = torch.tensor([where[name] for name in index.classes], device=index.device)
-        self.part_class = torch.cat([index.own[name] for name in self.experts])  # (parts,), global ids
-        sizes = [len(index.own[name]) for name in self.experts]
-        self.own = torch.arange(sum(sizes), device=index.device).split(sizes)  # parts of each expert
-        position = {name: i for i, name in enumerate(parts)}
-        # Places of the experts in their own order: those of the sorted ones, (experts,), and of each part's, (parts,).
-        self.places = torch.tensor([position[name] for name in self.experts], device=index.device)
-        self.part_expert = self.places.repeat_interleave(torch.tensor(sizes, device=index.device))
-        self.shared = len(self.part_class) > len(index.classes)
-        self.nearness = None
-        if self.shared:
-            means = torch.cat([parts[name].means for name in self.experts])
-            self.nearness = _make(Prototype, pooled, means=means)
-            self.nearness.move(index.device)
-
-    def __call__(self, x: Tensor, expert_logits: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """
-        Unit features `(batch, d)` → log-posterior of the classes `(batch, C)`, the expert to credit `(batch,)`, and
-        the confidence `(batch,)`: probability of the answered class, when the image may be of none.
-
-        Args:
-            expert_logits (function): Indices of images and an expert's name → its scores of its own classes.
-        """
-        posterior, joint = self._posterior(x)
-        if self.expert_weight > 0:
-            joint = self._ask(joint, expert_logits)
-            posterior = self._by_class(joint) if self.shared else joint[:, self.part_class.argsort()]
-            posterior = torch.log_softmax(posterior, dim=-1)
-        best = posterior.argmax(dim=1, keepdim=True)
-        owner = torch.where(self.part_class == best, joint, -torch.inf).argmax(dim=1)
-        confidence = (posterior.amax(dim=1) + self.classifier.log_known(x)).exp()
-        return posterior, self.part_expert[owner], confidence
-
-    def likeliest(self, x: Tensor, count: int) -> Tensor:
-        """Unit features `(batch, d)` → places of the likeliest experts of each image, `(batch, count)`."""
-        experts = self._by_expert(self._posterior(x)[1])
-        return self.places[experts.topk(min(count, experts.shape[1]), dim=1).indices]
-
-    def _posterior(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-posterior of the classes, (batch, C), and of the parts, (batch, parts)."""
-        posterior = self.classifier.log_posterior(x)[:, self.columns]
-        joint = posterior[:, self.part_class]
-        if self.nearness is not None:
-            joint = joint + self._grouped_log_softmax(self.nearness.scores(x) / self.nearness.temperature)
-        return posterior, joint
-
-    def _by_expert(self, joint: Tensor) -> Tensor:
-        """Log-sum over the parts of each expert: (batch, parts) → (batch, experts), in the order of their names."""
-        return torch.stack([joint[:, own].logsumexp(dim=1) for own in self.own], dim=1)
-
-    def _ask(self, joint: Tensor, expert_logits: Callable[[Tensor, str], Tensor]) -> Tensor:
-        """Let the likeliest experts of each image have their say in which of their classes it is."""
-        experts = self._by_expert(joint)
-        asked = torch.zeros_like(experts, dtype=torch.bool)
-        asked.scatter_(1, experts.topk(min(self.candidates, experts.shape[1]), dim=1).indices, True)
-        joint, weight = joint.clone(), self.expert_weight
-        for t in asked.any(dim=0).nonzero()[:, 0].tolist():
-            images = asked[:, t].nonzero()[:, 0]
-            own = torch.log_softmax(expert_logits(images, self.experts[t]).float(), dim=-1)  # (images, K)
-            total = experts[images, t, None]
-            mixed = (1 - weight) * (joint[images[:, None], self.own[t]] - total) + weight * own
-            joint[images[:, None], self.own[t]] = torch.log_softmax(mixed, dim=-1) + total
-        return joint
-
-    def _by_class(self, joint: Tensor) -> Tensor:
-        """Log-sum over the parts of each class: (batch, parts) → (batch, C)."""
-        highest = joint.new_full((len(joint), len(self.columns)), -torch.inf)
-        where = self.part_class.expand(len(joint), -1)
-        highest = highest.scatter_reduce(1, where, joint, reduce="amax")
-        total = torch.zeros_like(highest).scatter_add(1, where, (joint - highest.gather(1, where)).exp())
-        return highest + total.log()
-
-    def _grouped_log_softmax(self, scores: Tensor) -> Tensor:
-        return scores - self._by_class(scores)[:, self.part_class]
-
-
-def _make(kind: type[Classifier], statistics: ClassStatistics, **options: Any) -> Classifier:
-    """
-    A classifier, unless its numbers are of no use.
-
-    Raises:
-        InvalidExpertError: the statistics belong to no images, such as a stranger may have written.
-    """
-    try:
-        classifier = kind(statistics, **options)
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-        raise InvalidExpertError(f"{UNUSABLE}: {error}") from error
-    values = [v for part in _parts(classifier) for v in vars(part).values() if isinstance(v, (Tensor, float))]
-    if not all((torch.as_tensor(value).abs() <= MAX_COEFFICIENT).all() for value in values):
-        raise InvalidExpertError(f"{UNUSABLE}: numbers in it are not finite, or very large.")
-    return classifier
-
-
-UNUSABLE = (
-    "no classifier can be made of the experts' statistics. Collect them anew, leave out the expert that brought them, "
-    "or use a router that needs none, such as 'entropy'"
-)
-
-
-def gather_statistics(layer: LucaLayer) -> dict[str, ClassStatistics]:
-    """
-    Every expert's statistics, in the experts' order, read from their files where that has not been done.
-
-    Raises:
-        InvalidExpertError: a file of them is not what it should be, or they are of other classes than the expert's.
-        ValueError: experts have none, or were standardised by another reference.
-    """
-    lacking = [name for name in layer.configs if name not in layer.statistics]
-    if lacking:
-        raise ValueError(
-            f"this router needs the statistics of every expert, and {', '.join(map(repr, lacking[:5]))}"
-            f"{' and others' if len(lacking) > 5 else ''} came without. Get them from the owners "
-            "(save_expert(..., statistics=True) writes them), make them from images with collect_statistics, or use "
-            "set_router('entropy'), which needs none."
-        )
-    parts: dict[str, ClassStatistics] = {}
-    for name in layer.configs:
-        found = layer.statistics[name]
-        parts[name] = layer.statistics[name] = ClassStatistics.load(found) if isinstance(found, Path) else found
-    first = min(parts)
-    for name, part in parts.items():
-        classes = layer.configs[name].classes or []
-        if list(part.classes) != classes or part.means.shape[1] != layer.width:
-            raise InvalidExpertError(
-                f"the statistics of expert {name!r} are of the classes {list(part.classes)[:5]} in "
-                f"{part.means.shape[1]} dimensions, but the expert has {classes[:5]} in {layer.width}. Collect them "
-                "anew."
-            )
-        if not _same_reference(layer, first, name):
-            raise ValueError(
-                f"experts {first!r} and {name!r} standardise [CLS] by different references, so that their statistics "
-                "cannot be put together. Train both with the same LucaConfig(reference=...), or use "
-                "set_router('entropy')."
-            )
-    return parts
-
-
-def _same_reference(layer: LucaLayer, one: str, other: str) -> bool:
-    uses = [bool(layer.configs[name].reference) for name in (one, other)]
-    if not all(uses):
-        return not any(uses)
-    mean, std = layer.luca_reference_mean[one], layer.luca_reference_std[one]
-    # Another machine, or a copy of the trunk in half precision, measures almost the same.
-    shift = (layer.luca_reference_mean[other] - mean).abs() / std
-    return bool(shift.max() < 0.05) and torch.allclose(layer.luca_reference_std[other], std, rtol=0.05)
+def _shrink(covariance: Tensor, strength: float) -> Tensor:
+    """Shrinks a covariance toward a sphere, and keeps its eigenvalues above the rounding error of float64."""
+    d, trace = len(covariance), covariance.trace()
+    return (1 - strength) * covariance + (strength / d + 1e-10) * trace * torch.eye(d, dtype=torch.float64)
