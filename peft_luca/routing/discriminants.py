@@ -28,13 +28,13 @@ UNUSABLE = (
 class _Tensors:
     """Holds tensors and numbers, its own and those of its parts."""
 
-    def to(self, device: torch.device) -> None:
+    def move(self, device: torch.device) -> None:
         """Moves all tensors to a device."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
             elif isinstance(value, _Tensors):
-                value.to(device)
+                value.move(device)
 
     def numbers(self) -> Iterator[Tensor]:
         for value in vars(self).values():

@@ -211,7 +211,7 @@ def test_numbers_of_no_images_are_refused():
 def test_a_device_is_moved_to_with_all_tensors(kind):
     x, y = images()
     made = kind(collect(x, y, random_features=20))
-    made.to(torch.device("meta"))
+    made.move(torch.device("meta"))
     assert made.log_known(x.to("meta")).device.type == "meta"
     assert all(tensor.device.type == "meta" for tensor in made.numbers() if tensor.ndim)
     assert made.log_posterior(x.to("meta")).shape == (len(x), 5)
