@@ -150,25 +150,6 @@ def test_few_images_give_finite_posteriors(kind, sizes):
         assert (posterior.argmax(1) == y).all()
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (LinearDiscriminant, {"shrinkage": 0.0}),
-        (LinearDiscriminant, {"shrinkage": 1e-5, "temperature": 1e-6}),
-        (RegularizedDiscriminant, {"shrinkage": 0.0, "sphere": 0.0, "temperature": 1e-6}),
-        (RegularizedDiscriminant, {"shrinkage": 1.0, "sphere": 1.0, "volume": 1e6, "temperature": 1e6}),
-        (RidgeClassifier, {"strength": 1e-6, "temperature": 1e-6}),
-        (RidgeClassifier, {"strength": 1e6}),
-    ],
-)
-def test_extreme_options_give_finite_posteriors(kind, options):
-    x, y = images()
-    made = make_discriminant(kind, collect(x, y, random_features=20), **options)
-    test = images(seed=9)[0].float()
-    assert made.log_posterior(test).isfinite().all()
-    assert made.log_known(test).isfinite().all()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_posterior_depends_on_its_image_alone(kind, monkeypatch):
     x, y = images(sizes=(30, 9, 14, 2, 1))
@@ -229,15 +210,16 @@ class Posterior(torch.nn.Module):
         return self.discriminant.log_posterior(x), self.discriminant.log_known(x)
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
-def exportable(request):
-    """Statistics of two experts that share a class: classes of 0 to 23 factor rows, two of them of equally many."""
+@pytest.fixture
+def exportable():
+    """Of two experts that share classes: classes of 0 to 23 factor rows, two of them of equally many."""
     x, y = images(sizes=(30, 9, 14, 9, 1))
-    first, second = (y == 4) | (torch.arange(len(y)) % 2 == 0), (y != 4) & (torch.arange(len(y)) % 2 == 1)
-    parts = {"s": collect(x[first], y[first], random_features=20)}
-    names, y = NAMES[:4], y[second]
-    parts["t"] = ClassStatistics.collect(x[second], y, names, random_features=20)
-    return Posterior(make_discriminant(request.param, pool(parts))).eval()
+    first = (y == 4) | (torch.arange(len(y)) % 2 == 0)
+    parts = {
+        "s": collect(x[first], y[first]),
+        "t": ClassStatistics.collect(x[~first], y[~first], NAMES[:4]),
+    }
+    return Posterior(make_discriminant(RegularizedDiscriminant, pool(parts))).eval()
 
 
 BATCH = {0: torch.export.Dim("batch")}
@@ -247,7 +229,7 @@ def features(batch):
     return torch.randn(batch, D, generator=torch.Generator().manual_seed(batch))
 
 
-def test_every_discriminant_is_exported_for_every_batch_size(exportable):
+def test_export_holds_for_every_batch_size(exportable):
     program = torch.export.export(exportable, (features(3),), dynamic_shapes=(BATCH,)).module()
     for batch in (0, 1, 3, 64):
         for found, wanted in zip(program(features(batch)), exportable(features(batch)), strict=True):
@@ -259,7 +241,7 @@ def test_every_discriminant_is_exported_for_every_batch_size(exportable):
     reason="needs onnx, onnxscript and onnxruntime: pip install peft-luca[onnx]",
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_every_discriminant_runs_as_onnx(exportable, tmp_path):
+def test_onnx_holds_for_every_batch_size(exportable, tmp_path):
     import onnxruntime
 
     path = tmp_path / "posterior.onnx"

@@ -146,7 +146,9 @@ def test_the_order_of_experts_changes_the_numbering_alone(name):
     one, other = FakeExperts(THREE), FakeExperts(turned(THREE))
     first, second = route(name, one), route(name, other)
     columns = [other.label_space.classes.index(c) for c in one.label_space.classes]
-    torch.testing.assert_close(first.logits, second.logits[:, columns], rtol=0, atol=1e-5)
+    # Statistics are pooled in the order of the names, so that they are the same to the bit.
+    rounding = 0 if name in BY_STATISTICS else 1e-5
+    torch.testing.assert_close(first.logits, second.logits[:, columns], rtol=0, atol=rounding)
     assert torch.equal(first.expert, 2 - second.expert)
     assert len(first.expert.unique()) == 3
     torch.testing.assert_close(first.confidence, second.confidence)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fake_experts import ANIMALS, SKIES, THREE, D, FakeExperts, images_of, turned, without
+from fake_experts import ANIMALS, SKIES, THREE, D, FakeExperts, images_of, without
 
 from peft_luca.routing import make_router
 from peft_luca.routing.discriminants import (
@@ -53,15 +53,6 @@ def test_the_expert_that_has_the_predicted_class_is_credited(name):
     nearer = make_discriminant(LinearDiscriminant, pooled, means=means).scores(unit_features(Z[:12])).argmax(1)
     assert torch.equal(output.expert[:12], 2 * nearer)
     assert len(nearer.unique()) == 2
-
-
-@names
-def test_no_bit_depends_on_the_order_of_loading(name):
-    one, other = FakeExperts(THREE), FakeExperts(turned(THREE))
-    first, second = (make_router(name).route(Z, experts) for experts in (one, other))
-    columns = [other.label_space.classes.index(c) for c in one.label_space.classes]
-    assert torch.equal(first.logits, second.logits[:, columns])
-    assert torch.equal(first.expert, 2 - second.expert)
 
 
 def test_features_are_those_of_the_statistics():
