@@ -192,7 +192,7 @@ def test_the_orientation_of_every_mode(mode):
 
 BROKEN_EXIF = {
     "unknown orientation": exif_of(9),
-    "orientation as text": b"Exif\x00\x00II*\x00\x08\x00\x00\x00\x01\x00\x12\x01\x02\x00\x04\x00\x00\x00up\x00\x00" + bytes(4),
+    "orientation as text": b"Exif\x00\x00II*\x00\x08\x00\x00\x00\x01\x00\x12\x01\x02\x00\x04\x00\x00\x00up" + bytes(6),
     "cut off": b"Exif\x00\x00II*\x00\x08\x00\x00\x00\xff\xff\x12\x01\x03\x00" + b"\xff" * 40,
     "no EXIF": b"Exif\x00\x00junkjunkjunk",
     "nothing": b"",
@@ -301,7 +301,7 @@ def test_undecoded_leaves_other_datasets_alone():
 # --- one missing file, or a missing source ---
 
 
-def assert_missing(path, source, match=""):
+def assert_missing(path, source, match=None):
     """Reading a path tells whether its source is missing, or only this file."""
     with pytest.raises(MissingSourceError if source else FileNotFoundError, match=match) as error:
         read_bytes({"path": str(path), "bytes": None})

@@ -101,7 +101,7 @@ def test_errors_of_the_disk_name_the_file(tmp_path):
     with pytest.raises(OSError, match=r"cannot write .*/a: No space left on device. What was finished before is kept"):
         with explain_write_errors(tmp_path / "a"):
             raise OSError(28, os.strerror(28))
-    with pytest.raises(TimeoutError, match="^$"), explain_write_errors(tmp_path):
+    with pytest.raises(TimeoutError, match=r"^$"), explain_write_errors(tmp_path):
         raise TimeoutError
 
 
@@ -110,7 +110,7 @@ def test_one_run_at_a_time_in_a_folder(tmp_path, monkeypatch):
     path = tmp_path / "out" / ".lock"
     first, second = FileLock(path), FileLock(path)
     with hold_lock(first), hold_lock(first):  # a run may enter again
-        with pytest.raises(RuntimeError, match="another run is at work in .*out.* choose another output_dir"):
+        with pytest.raises(RuntimeError, match=r"another run is at work in .*out.* choose another output_dir"):
             with hold_lock(second):
                 pass
     assert not path.exists()

@@ -204,20 +204,11 @@ def test_a_missing_folder_is_never_skipped(tmp_path):
 # --- the key of a file ---
 
 
-def key(
-    weights="w",
-    epsilon=1e-6,
-    size=SIDE,
-    processor=None,
-    images="i",
-    dtype="float32",
-    augmentation=True,
-    view=0,
-    seed=0,
-):
+def key(weights="w", epsilon=1e-6, size=SIDE, processor=None, images="i", dtype="float32", **options):
     backbone = SimpleNamespace(fingerprint=weights, architecture={"layer_norm_eps": epsilon})
     processor = processor or ViTImageProcessorPil(size={"height": size, "width": size})
-    return features_key(backbone, ImageCollator(processor, "image", None, augmentation, view, seed), images, dtype)
+    options = {"augmentation": True, "view": 0, **options}
+    return features_key(backbone, ImageCollator(processor, "image", **options), images, dtype)
 
 
 class OtherProcessor(ViTImageProcessorPil):
@@ -342,7 +333,7 @@ def test_a_run_skips_bad_images(tmp_path, cache_features):
     stream = TaskStream.from_dataset(with_bad_images().rename_column("labels", "label"))
     options = {"on_bad_image": "skip", "cache_features": cache_features, "num_train_epochs": 1}
     trainer = make_trainer(tmp_path, stream, **options)
-    with pytest.raises(ValueError, match="task 'task_0': none of the images of .* can be read"):
+    with pytest.raises(ValueError, match=r"task 'task_0': none of the images of .* can be read"):
         trainer.train()
     trainer = make_trainer(tmp_path, TaskStream.from_dataset((colors_with_one_bad(), None)), **options)
     trainer.train()
