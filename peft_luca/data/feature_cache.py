@@ -8,8 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,7 @@ def features_key(backbone: BackboneFacts, collator: ImageCollator, images: str, 
         settings = [settings, datasets.fingerprint.Hasher.hash(processor)]
     parts = {
         "format": CACHE_FORMAT,
-        "packages": {name: version(name) if find_spec(name) else None for name in PACKAGES},
+        "packages": {name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
         "backbone": [backbone.fingerprint, backbone.architecture],
         "processor": [f"{type(processor).__module__}.{type(processor).__qualname__}", settings],
         "augmentation": [collator.augmentation, collator.view, collator.seed if collator.augmentation else None],

@@ -123,7 +123,7 @@ def read_codes(dataset: Dataset, column: str, argument: str, description: str) -
             if not 0 <= value <= largest:
                 raise ValueError(
                     f"row {np.flatnonzero(codes == code)[0]} of column {column!r} of {description} is {value}, which "
-                    "is no class; give the row its label or remove it"
+                    "names no class; give the row its label or remove it"
                 )
     names = tuple(feature.names[value] if isinstance(feature, ClassLabel) else str(value) for value in values)
     return names, codes.astype(np.int64)

@@ -2,6 +2,7 @@
 
 import io
 import os
+from importlib.metadata import distributions
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import ViTImageProcessorPil
 
 from peft_luca import FeatureDataset, ImageCollator, TaskStream
-from peft_luca.data import feature_file
+from peft_luca.data import feature_cache, feature_file
 from peft_luca.data.feature_cache import FeatureExtractor, default_cache_dir, digest_images, features_key
 from peft_luca.data.feature_file import PartialFeatures
 from peft_luca.preprocessing import MissingSourceError
@@ -237,8 +238,16 @@ def test_the_key_changes_with_all_that_features_depend_on(change):
     assert key(**change) == key(**change)
 
 
-def test_the_seed_counts_only_with_augmentation():
-    assert key(augmentation=False, view=None) == key(augmentation=False, view=None, seed=1)
+def test_the_key_changes_with_versions_and_only_augmentation_has_a_seed(monkeypatch):
+    plain = key(augmentation=False, view=None)
+    assert key(augmentation=False, view=None, seed=1) == plain
+    for package in feature_cache.PACKAGES:
+        with monkeypatch.context() as patch:
+            other = {package: [SimpleNamespace(version="0.0")]}
+            patch.setattr(
+                feature_cache, "distributions", lambda name, o=other: o.get(name) or distributions(name=name)
+            )
+            assert key(augmentation=False, view=None) != plain
 
 
 def test_images_are_known_by_their_bytes(tmp_path):
