@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -66,52 +66,48 @@ def draw_reference_pictures(count: int, size: int, seed: int = REFERENCE_SEED) -
     return pictures
 
 
-class _Head(nn.Identity):
-    """Stands in for a head, and returns what enters it."""
+class _HeadInput(nn.Module):
+    """Stands in for the head and returns its input."""
 
-    def __init__(self, in_features: int | None) -> None:
+    def __init__(self, in_features: int) -> None:
         super().__init__()
-        self.in_features = in_features
+        self.in_features = self.out_features = in_features
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
 
 
 @torch.no_grad()
-def pooled_features(model: nn.Module, head_name: str, width: int, pixel_values: Tensor) -> Tensor:
+def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor) -> Tensor:
     """
-    [CLS] of images, by a shallow copy of the model whose head returns its input. The model itself is not changed.
+    [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`.
 
-    Args:
-        model (`nn.Module`): An image classifier, with or without a LuCA layer.
-        head_name (`str`): Name of its head.
-        width (`int`): d, the width of [CLS], which comes first in what enters the head.
-        pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Preprocessed images.
-
-    Returns:
-        `torch.Tensor` of shape `(batch, d)`.
-
-    Raises:
-        RuntimeError: the model runs its own head all the same.
+    Runs a shallow copy of the model that shares all its modules except the head: the model itself is not changed, and
+    several threads may call this at once.
     """
-    head = _Head(getattr(model.get_submodule(head_name), "in_features", None))
-    *path, last = head_name.split(".")
-    shallow = module = _shallow_copy(model)
+    trunk = parent = _shallow_copy(getattr(model, "_orig_mod", model))
+    *path, name = head.name.split(".")
     for part in path:
-        module._modules[part] = module = _shallow_copy(module.get_submodule(part))
-    module._modules[last] = head
-    output = shallow(pixel_values)
+        child = _shallow_copy(parent._modules[part])
+        parent._modules[part] = child
+        parent = child
+    parent._modules[name] = _HeadInput(head.input_width)
+    output = trunk(pixel_values)
     features: Tensor = output if isinstance(output, Tensor) else output.logits
-    if features.ndim != 2 or features.shape[1] != (head.in_features or features.shape[1]):
-        raise RuntimeError(
-            f"the backbone returned a tensor of shape {tuple(features.shape)} in place of what enters its head, "
-            f"(batch, {head.in_features}): it was compiled by itself, or its forward was replaced. Compile the "
-            "PeftModel instead."
+    if features.ndim != 2 or features.shape[1] != head.input_width:
+        raise ValueError(
+            f"the head reads a tensor of shape (batch, {head.input_width}), got {tuple(features.shape)}. LuCA reads "
+            "one pooled vector per image."
         )
-    return features[:, :width].detach()
+    return features[:, : head.width]
 
 
-def _shallow_copy(module: nn.Module) -> nn.Module:
+def _shallow_copy(module: Any) -> Any:
     copied = copy.copy(module)
-    copied.__dict__["_modules"] = dict(module._modules)
-    copied._compiled_call_impl = None  # bound to the module that it was compiled for
+    copied._modules = dict(module._modules)
+    # A forward that was replaced or compiled on the instance would run the original module.
+    copied.__dict__.pop("forward", None)
+    copied._compiled_call_impl = None
     return copied
 
 
@@ -244,39 +240,32 @@ def is_identity(mean: Tensor, std: Tensor) -> bool:
     return bool((mean == 0).all() and (std == 1).all())
 
 
-def check_backbone(model: nn.Module, head: Head, config: LucaConfig, name: str, tensors: dict[str, Tensor]) -> None:
+def check_backbone(
+    model: nn.Module, head: Head, config: LucaConfig, adapter_name: str, state_dict: Mapping[str, Tensor]
+) -> None:
     """
     Compare the backbone with the one on which an expert was trained, before anything is changed: by fingerprint, and
     where that differs (another dtype, a quantized trunk) by [CLS] on the reference pictures.
-
-    Args:
-        model (`nn.Module`): The image classifier, with or without experts.
-        head ([`~peft_luca.tuner.head.Head`]): Its head.
-        config ([`LucaConfig`]): The expert's config.
-        name (`str`): The expert's name, for the message.
-        tensors (`dict[str, torch.Tensor]`): The expert's tensors.
 
     Raises:
         ValueError: it is another backbone, and `config.allow_mismatch` is not set.
     """
     if config.allow_mismatch or config.fingerprint is None:
         return
-    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
-    backbone = BackboneFacts.of(base, head.name)
+    backbone = BackboneFacts.of(model, head.name)
     if backbone.fingerprint in (None, config.fingerprint):
         return
     refusal = (
-        f"expert {name!r} was trained on the backbone {config.fingerprint[:12]} "
+        f"expert {adapter_name!r} was trained on the backbone {config.fingerprint[:12]} "
         f"({config.base_model_name_or_path or 'unnamed'}), but this one is {backbone.fingerprint[:12]} "
-        f"({getattr(base, 'name_or_path', '') or 'unnamed'})"
+        f"({getattr(model, 'name_or_path', '') or 'unnamed'})"
     )
     remedy = "Load the backbone on which it was trained, or set allow_mismatch=True to load it all the same."
-    saved = _saved_reference(tensors)
+    saved = _saved_reference(state_dict)
     if saved is None:
         raise ValueError(f"{refusal}, and it has no reference to compare [CLS] by. {remedy}")
-    with _eval_mode(base):
-        measured = backbone.reference(lambda pixels: pooled_features(base, head.name, head.width, pixels))
-    distance = reference_distance(saved, measured)
+    with _eval_mode(model):
+        distance = reference_distance(saved, backbone.reference(partial(pooled_features, model, head)))
     if not distance <= BACKBONE_TOLERANCE:
         raise ValueError(
             f"{refusal}: [CLS] on the reference pictures is {distance:.3g} deviations away, more than "
@@ -302,7 +291,7 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _saved_reference(tensors: dict[str, Tensor]) -> Reference | None:
+def _saved_reference(tensors: Mapping[str, Tensor]) -> Reference | None:
     """The reference among an expert's tensors; `None` where it was never computed."""
     mean, std = (
         next((tensor for key, tensor in tensors.items() if key.endswith(f"luca_reference_{part}")), None)
@@ -311,7 +300,7 @@ def _saved_reference(tensors: dict[str, Tensor]) -> Reference | None:
     return None if mean is None or std is None or is_identity(mean, std) else (mean, std)
 
 
-def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
+def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: Mapping[str, Tensor]) -> None:
     """
     Refuse weights of another backbone for an expert that the model has already: PEFT then never reads their config.
 
