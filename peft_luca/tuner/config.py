@@ -138,7 +138,8 @@ class LucaConfig(PeftConfig):
 
     def template(self) -> LucaConfig:
         """Returns a copy for other experts: what was filled in is None again, and no backbone is named."""
-        return replace(self, fingerprint=None, inference_mode=False, **dict.fromkeys(self.filled))
+        filled: dict[str, Any] = dict.fromkeys(self.filled)
+        return replace(self, fingerprint=None, inference_mode=False, **filled)
 
     def widths(self, width: int) -> tuple[int, int]:
         """

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import D, assert_same, expert_tensors, make_dinov2, make_model, make_vit, pixels, trunk_tensors
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from torch import nn
 
 from peft_luca import LucaConfig, draw_reference_pictures, load_experts, save_expert, save_experts
 from peft_luca.tuner.backbone import (
@@ -18,7 +19,7 @@ from peft_luca.tuner.backbone import (
     pooled_features,
     reference_distance,
 )
-from peft_luca.tuner.head import find_head
+from peft_luca.tuner.head import Head, find_head
 
 
 def with_references(base):
@@ -92,31 +93,36 @@ def test_pooled_features_are_the_trunks_own_cls_with_and_without_experts(make, n
     head = find_head(base, LucaConfig())
     expected = base.base_model(x).last_hidden_state[:, 0].detach()
     modules = dict(base.named_modules())
-    z = pooled_features(base, head.name, head.width, x)
+    z = pooled_features(base, head, x)
     assert torch.equal(z, expected)
     assert z.shape == (6, D)
     assert not z.requires_grad
     assert dict(base.named_modules()) == modules
     model = make_model({"t": ["a", "b"]}, base=base)
     assert torch.equal(model.pooled_features(x), expected)
-    assert torch.equal(pooled_features(base, head.name, head.width, x), expected)
+    assert torch.equal(pooled_features(base, head, x), expected)
 
 
-def test_pooled_features_of_a_head_inside_another_module_and_of_a_compiled_model():
-    body = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 8))
-    inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
-    model = torch.nn.Sequential(body, inner)
-    model.compile(backend="eager")
+def test_pooled_features_of_a_head_inside_another_module():
+    body = nn.Sequential(nn.Flatten(), nn.Linear(768, 8))
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
     x = pixels()
-    assert torch.equal(pooled_features(model, "1.1", 8, x), inner[0](body(x)))
-    assert isinstance(inner[1], torch.nn.Linear)
+    assert torch.equal(pooled_features(nn.Sequential(body, inner), Head("1.1", 4, 8), x), inner[0](body(x))[:, :4])
+    assert isinstance(inner[1], nn.Linear)
+    with pytest.raises(ValueError, match=r"reads a tensor of shape \(batch, 8\), got \(6, 3, 16, 8\)"):
+        pooled_features(nn.Sequential(nn.Linear(16, 8), inner), Head("1.1", 8, 8), x)
 
 
-def test_a_model_whose_forward_was_replaced_is_refused():
-    base = make_vit()
-    base.forward = base.forward  # as libraries do that wrap it: bound to the model with its head
-    with pytest.raises(RuntimeError, match=r"returned a tensor of shape \(6, 5\) .* its forward was replaced"):
-        pooled_features(base, "classifier", D, pixels())
+@pytest.mark.parametrize("change", ["compile", "compiled", "forward"])
+def test_pooled_features_stop_before_the_head_also_where_the_model_runs_other_code(change):
+    base, x = make_vit(), pixels()
+    head, expected = find_head(base, LucaConfig()), base.base_model(x).last_hidden_state[:, 0]
+    if change == "compile":
+        base.compile(backend="eager")
+    elif change == "forward":
+        base.forward = base.forward  # as libraries do that wrap it: bound to the model with its head
+    model = torch.compile(base, backend="eager") if change == "compiled" else base
+    assert torch.equal(pooled_features(model, head, x), expected)
 
 
 # --- the reference ---
@@ -211,10 +217,12 @@ def test_a_backbone_is_checked_before_anything_is_changed(wrapped):
     config, tensors = expert.peft_config["t"], get_peft_model_state_dict(expert, adapter_name="t")
     for seed, dtype, refused in ((0, torch.float32, False), (0, torch.bfloat16, False), (1, torch.float32, True)):
         base = make_vit(seed=seed, hidden_dropout_prob=0.5).to(dtype).train()
-        model = get_peft_model(base, LucaConfig(classes=["a"])) if wrapped else base
+        if wrapped:
+            get_peft_model(base, LucaConfig(classes=["a"])).train()
+            base.train()
         modules = {name: (module, module.training) for name, module in base.named_modules()}
         before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-        arguments = (model, find_head(base, config), config, "t", tensors)
+        arguments = (base, find_head(base, config), config, "t", tensors)
         if refused:
             with pytest.raises(
                 ValueError, match=r"'t' was trained on the backbone .* deviations away, more than 0\.05"
@@ -236,8 +244,8 @@ def test_another_backbone_is_refused_by_every_path(tmp_path):
     for load in (
         lambda: PeftModel.from_pretrained(make_vit(seed=1), tmp_path / "t", adapter_name="t"),
         lambda: load_experts(make_vit(seed=1), tmp_path),
-        lambda: mine.load_adapter(str(tmp_path / "t"), "t"),
         lambda: load_experts(mine, tmp_path),
+        lambda: mine.load_adapter(str(tmp_path / "t"), "t"),
     ):
         with pytest.raises(ValueError, match=message):
             load()
