@@ -112,18 +112,18 @@ def make_arguments(folder, **changes):
     return ContinualTrainingArguments(str(folder), **{**settings, **changes})
 
 
-def make_processor():
-    return ViTImageProcessorPil(size={"height": SIDE, "width": SIDE})
+def make_processor(**changes):
+    return ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}, **changes)
 
 
-def make_trainer(folder, stream=None, model=None, luca_config=None, callbacks=None, **changes):
+def make_trainer(folder, stream=None, model=None, luca_config=None, callbacks=None, processor=None, **changes):
     """A trainer on the tiny ViT. `folder` is the output folder; the other settings are the arguments'."""
     return ContinualTrainer(
         model=make_vit() if model is None else model,
         args=make_arguments(folder, **changes),
         stream=make_stream() if stream is None else stream,
         luca_config=luca_config,
-        processing_class=make_processor(),
+        processing_class=make_processor() if processor is None else processor,
         callbacks=callbacks,
     )
 

@@ -24,7 +24,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from peft_luca import load_experts, save_experts
-from peft_luca.preprocessing import to_rgb
 from peft_luca.tuner.config import ARRANGEMENTS
 
 
@@ -284,14 +283,29 @@ def test_9_nothing_pickled_is_read(tmp_path):
         load_experts(make_vit(), tmp_path)
 
 
-def test_11_what_is_used_is_what_was_measured(run):
-    """The accuracy of the model by hand, on pixels of its processor, is that of the results."""
-    trainer, _ = run
+def measured_by_hand(trainer, processor):
+    """Accuracy of the model on pixels of the processor, over all test images of the stream."""
     right = images = 0
     for task in trainer.stream:
-        processed = make_processor()(images=[to_rgb(image) for image in task.test["image"]], return_tensors="pt")
-        predicted = trainer.model(processed["pixel_values"]).logits.argmax(dim=1)
-        labels = [trainer.stream.classes[label] for label in task.test["labels"]]
-        right += sum(trainer.model.config.id2label[int(c)] == name for c, name in zip(predicted, labels, strict=True))
-        images += len(labels)
-    assert trainer.results()["last_accuracy"] == pytest.approx(right / images)
+        pixel_values = processor(images=list(task.test["image"]), return_tensors="pt")["pixel_values"]
+        predicted = trainer.model(pixel_values).logits.argmax(dim=1).tolist()
+        names = [trainer.stream.classes[label] for label in task.test["labels"]]
+        right += sum(trainer.model.config.id2label[c] == name for c, name in zip(predicted, names, strict=True))
+        images += len(names)
+    return right / images
+
+
+def test_11_what_is_used_is_what_was_measured(run):
+    trainer, _ = run
+    assert trainer.results()["last_accuracy"] == pytest.approx(measured_by_hand(trainer, make_processor()))
+
+
+def test_11_also_on_a_backbone_of_one_channel(out):
+    stream = make_stream(NAMES[:4], names=NAMES[:4])
+    processor = make_processor(image_mean=[0.5], image_std=[0.5])
+    trainer = make_trainer(out, stream, model=make_vit(num_channels=1), processor=processor)
+    trainer.train()
+    for task in stream:
+        pixel_values = trainer.data_collator([task.test[i] for i in range(2)])["pixel_values"]
+        grey = processor(images=[image.convert("L") for image in task.test["image"][:2]], return_tensors="pt")
+        assert torch.equal(pixel_values, grey["pixel_values"])
