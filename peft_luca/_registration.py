@@ -1,9 +1,10 @@
-"""Makes `LUCA` a PEFT type. The only file that touches PEFT's enum."""
+"""Registers `LUCA` with PEFT. The only file that touches PEFT's enum of types."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import PeftType, register_peft_method
 
 
@@ -11,17 +12,17 @@ NAME = "LUCA"
 
 
 def _restore(name: str) -> PeftType:
-    """Unpickle the member in a process that has not imported this package yet: importing this function does it."""
+    """Unpickles the member: finding this function imports the package, which adds the member."""
     return PeftType(name)
 
 
 def _add_enum_member() -> None:
     """
-    Add `LUCA` to [`peft.PeftType`], which is a closed enum without a hook for methods from outside. Does nothing when
-    it is already there.
+    Add `LUCA` to [`peft.PeftType`], which is a closed enum without a hook for methods from outside. Does nothing if
+    this package has added it.
 
     Raises:
-        RuntimeError: another package has registered a `LUCA` of its own, or the enum did not take the member.
+        RuntimeError: another package has added a `LUCA` of its own, or the enum did not take the member.
     """
     if NAME in PeftType.__members__:
         if getattr(PeftType[NAME], "_added_by", None) != __name__:
@@ -31,13 +32,11 @@ def _add_enum_member() -> None:
             )
         return
     member: Any = str.__new__(PeftType, NAME)
-    member._name_ = NAME
-    member._value_ = NAME
+    member._name_ = member._value_ = NAME
     member._added_by = __name__
     # A bare member pickles as a call of `PeftType("LUCA")`, which fails where this package was not imported.
     member.__reduce_ex__ = lambda protocol: (_restore, (NAME,))
-    PeftType._member_map_[NAME] = member
-    PeftType._value2member_map_[NAME] = member
+    PeftType._member_map_[NAME] = PeftType._value2member_map_[NAME] = member
     PeftType._member_names_.append(NAME)
     type.__setattr__(PeftType, NAME, member)
     if PeftType(NAME) is not member or PeftType[NAME] is not member or NAME not in list(PeftType):
@@ -49,8 +48,6 @@ def _add_enum_member() -> None:
 
 def register(config_cls: type, model_cls: type) -> None:
     """Register LuCA with PEFT, once."""
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
     _add_enum_member()
     if PeftType[NAME] not in PEFT_TYPE_TO_CONFIG_MAPPING:
         register_peft_method(name=NAME.lower(), config_cls=config_cls, model_cls=model_cls)

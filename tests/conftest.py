@@ -34,9 +34,20 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
+def _move_cache(patch, folder):
+    patch.setattr("datasets.config.HF_DATASETS_CACHE", str(folder))
+    patch.setenv("HF_DATASETS_CACHE", str(folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_cache_of_the_user(tmp_path_factory):
+    """For fixtures that several tests share."""
+    with pytest.MonkeyPatch.context() as patch:
+        _move_cache(patch, tmp_path_factory.mktemp("datasets"))
+        yield
+
+
 @pytest.fixture(autouse=True)
-def features_of_its_own(monkeypatch, tmp_path_factory):
+def _own_cache(monkeypatch, tmp_path_factory):
     """No test finds [CLS] that another test, or an earlier run, has left in the cache."""
-    folder = str(tmp_path_factory.mktemp("datasets"))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
-    monkeypatch.setenv("HF_DATASETS_CACHE", folder)
+    _move_cache(monkeypatch, tmp_path_factory.mktemp("datasets"))

@@ -25,14 +25,13 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parent.parent
-# The tests that bear on a module, the quickest first. Those that train whole streams come in where they alone can see.
-TESTS = {
-    "layer": "layer routing model sparsity routers load",
-    "routing": "routing routers layer model",
-    "statistics": "statistics routers load",
-    "metrics": "metrics",
-    "streams": "streams labels sources",
-}
+PACKAGE = ROOT / "peft_luca"
+# What is mutated unless --modules says otherwise: a module, or all modules of a folder.
+MODULES = ["routing", "tuner.layer", "tuner.experts", "tuner.backbone", "training.metrics", "data.task_stream"]
+# Tests that bear on the modules of a folder, beside the folder of the same name in tests/.
+MORE_TESTS = {"routing": ["tuner/test_layer.py", "tuner/test_model.py"], "tuner": ["test_invariants.py"]}
+# A module whose tests are in one file needs no others.
+ONE_FILE = {"training.metrics": ["training/test_metrics.py"]}
 CPU_SECONDS, SECONDS = 120, 900  # a mutant that takes longer never ends
 
 COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
@@ -181,22 +180,50 @@ def mutated(source: str, target: int | None) -> tuple[ast.Module, Mutator]:
     return tree, mutator
 
 
+def path_of(module: str) -> Path:
+    """`routing.router` → its file; `routing` → the folder's `__init__.py`."""
+    path = PACKAGE.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def expand(names: list[str]) -> list[str]:
+    """Folders become their modules."""
+    found = []
+    for name in names:
+        folder = PACKAGE.joinpath(*name.split("."))
+        inside = sorted(path.stem for path in folder.glob("*.py")) if folder.is_dir() else []
+        found += [name if stem == "__init__" else f"{name}.{stem}" for stem in inside] or [name]
+    return found
+
+
+def tests_of(module: str) -> list[list[str]]:
+    """Tests that bear on a module, the likeliest to notice first: of its name, of its folder, and of others."""
+    if module in ONE_FILE:
+        return [ONE_FILE[module]]
+    folder, _, name = module.rpartition(".")
+    folder, name = folder or module, name or module
+    own = [path for path in (f"{folder}/test_{name}.py", f"test_{name}.py") if (ROOT / "tests" / path).exists()]
+    rest = sorted(f"{folder}/{path.name}" for path in (ROOT / "tests" / folder).glob("test_*.py"))
+    steps = [own, [path for path in rest if path not in own], MORE_TESTS.get(folder, [])]
+    return [step for step in steps if step]
+
+
 def draw(count: int, seed: int, modules: list[str]) -> list[tuple[str, int]]:
     """A sample of the places of all modules."""
     places = []
     for module in modules:
-        source = (ROOT / "peft_luca" / f"{module}.py").read_text(encoding="utf-8")
+        source = path_of(module).read_text(encoding="utf-8")
         places += [(module, place) for place in range(mutated(source, None)[1].places)]
     return sorted(random.Random(seed).sample(places, min(count, len(places))))
 
 
 def warm() -> None:
     """Import what the package and its tests import, and neither of them."""
-    code = "import helpers, tiny_models, hypothesis, sys; print(*sys.modules)"
+    code = "import helpers, hypothesis, sys; print(*sys.modules)"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     for name in found.stdout.split():
-        if name.split(".")[0] not in ("peft_luca", "helpers", "tiny_models", "__main__"):
+        if name.split(".")[0] not in ("peft_luca", "helpers", "__main__"):
             try:
                 importlib.import_module(name)
             except Exception:  # parts of packages that are made at run time
@@ -207,20 +234,21 @@ class Loader(importlib.machinery.SourceFileLoader):
     """Gives a module's mutant in its place."""
 
     def __init__(self, module: str, tree: ast.Module) -> None:
-        super().__init__(f"peft_luca.{module}", str(ROOT / "peft_luca" / f"{module}.py"))
+        super().__init__(f"peft_luca.{module}", str(path_of(module)))
         self.tree = tree
 
     def get_code(self, fullname):
         return compile(self.tree, self.path, "exec")
 
     def find_spec(self, fullname, path=None, target=None):
-        return importlib.util.spec_from_loader(fullname, self) if fullname == self.name else None
+        if fullname != self.name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self.path, loader=self)
 
 
 def run(module: str, place: int | None) -> tuple[str, tuple[int, str, str] | None]:
     """What becomes of one mutant, and what it is: `survived` where no test fails."""
-    source = (ROOT / "peft_luca" / f"{module}.py").read_text(encoding="utf-8")
-    tree, mutator = mutated(source, place)
+    tree, mutator = mutated(path_of(module).read_text(encoding="utf-8"), place)
     child = os.fork()
     if child == 0:
         os.setpgrp()
@@ -234,12 +262,14 @@ def run(module: str, place: int | None) -> tuple[str, tuple[int, str, str] | Non
         sys.path.insert(0, str(ROOT))
         os.chdir(ROOT)
         options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-W", "ignore"]
-        own, *others = (f"tests/test_{name}.py" for name in TESTS[module].split())
         code = 3
-        try:  # most mutants do not outlive their own module's tests
-            code = pytest.main([*options, own]) or (others and pytest.main([*options, *others]))
+        try:
+            for step in tests_of(module):
+                code = pytest.main([*options, *(f"tests/{path}" for path in step)])
+                if code:
+                    break
         finally:
-            os._exit(code or 0)
+            os._exit(int(code))
     deadline = time.monotonic() + SECONDS
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -267,7 +297,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--modules", nargs="+", default=list(TESTS), choices=list(TESTS))
+    parser.add_argument("--modules", nargs="+", default=MODULES, help="modules or folders, as in tuner.layer routing")
     parser.add_argument(
         "--part", default="1/1", help="i/n: the i-th of n parts of the sample, to run them side by side"
     )
@@ -275,7 +305,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     part, parts = map(int, args.part.split("/"))
-    sample = draw(args.count, args.seed, args.modules)[part - 1 :: parts]
+    sample = draw(args.count, args.seed, expand(args.modules))[part - 1 :: parts]
     warm()
     for module in sorted({module for module, _ in sample} if part == 1 else ()):
         outcome, _ = run(module, None)
@@ -290,7 +320,7 @@ def main() -> None:
         counts[module, outcome] += 1
         if outcome == "survived":
             survivors.append({"module": module, "place": place, "line": line, "before": before, "after": after})
-            sys.stderr.write(f"{module}.py:{line}: {before}  ->  {after}\n")
+            sys.stderr.write(f"{module}:{line}: {before}  ->  {after}\n")
     killed = sum(count for (_, outcome), count in counts.items() if outcome == "killed")
     results = {
         "command": f"python tests/mutation.py --count {args.count} --seed {args.seed}",

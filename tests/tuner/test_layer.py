@@ -1,11 +1,11 @@
-"""One expert's mathematics, against the float64 computation of conftest.py."""
+"""One expert's mathematics against the float64 computation of helpers.py, its initialization and its training."""
 
 import math
 from itertools import product
 
 import pytest
 import torch
-from helpers import D, exact_luca, exact_own_scores, exact_rows, fill, make_dinov2, make_model, make_vit, pixels
+from helpers import D, exact_luca, exact_own_scores, exact_rows, make_dinov2, make_model, make_vit, pixels
 from peft import get_peft_model
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -24,29 +24,23 @@ def close(actual, expected, tolerance=2e-5):
     torch.testing.assert_close(actual.detach().double(), expected, rtol=tolerance, atol=tolerance)
 
 
+# --- logits ---
+
+
 @pytest.mark.parametrize(
     ("arrangement", "norm_position", "reference"), list(product(ARRANGEMENTS, NORM_POSITIONS, [True, False]))
 )
-def test_luca(arrangement, norm_position, reference):
+def test_luca_and_the_logits_of_one_expert(arrangement, norm_position, reference):
     config = {"arrangement": arrangement, "norm_position": norm_position, "reference": reference}
-    model = make_model({"t": SIX}, reduction=4, **config)
-    z = vectors()
+    model, z = make_model({"t": SIX}, reduction=4, **config), vectors()
     close(model.base_model.layer.luca(z, "t"), exact_luca(model, "t", z))
-
-
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("head", ["cosine", "linear"])
-def test_logits_of_one_expert(arrangement, head):
-    model = make_model({"t": SIX}, arrangement=arrangement, head=head, reduction=8)
-    x = pixels()
-    z = model.pooled_features(x)
-    close(model(x).logits, exact_own_scores(model, "t", z))
+    close(model.expert_logits(z, "t"), exact_own_scores(model, "t", z), 1e-4)
 
 
 @pytest.mark.parametrize(("positive", "sigma"), [(True, 4.0), (True, -4.0), (False, 4.0), (False, -4.0)])
 def test_sigma(positive, sigma):
-    model = make_model({"t": SIX}, positive_scale=positive)
-    layer, z = model.base_model.layer, vectors()
+    model, z = make_model({"t": SIX}, positive_scale=positive), vectors()
+    layer = model.base_model.layer
     with torch.no_grad():
         layer.luca_scale["t"].fill_(sigma)
     used = 4.0 if positive or sigma > 0 else -4.0
@@ -57,24 +51,18 @@ def test_sigma(positive, sigma):
     assert cosines.abs().max() <= 1
 
 
-def test_cosine_rows_are_read_by_direction_alone():
-    model, z = make_model({"t": SIX}), vectors()
-    layer = model.base_model.layer
+def test_rows_are_read_by_direction_alone_and_zero_rows_score_zero():
+    layer, z = make_model({"t": SIX}).base_model.layer, vectors()
     before = layer.expert_logits(z, "t")
     with torch.no_grad():
         layer.luca_class_rows["t"].mul_(torch.arange(1.0, 7.0)[:, None])
-    close(layer.expert_logits(z, "t"), before.detach().double())
-
-
-def test_zero_rows_score_zero():
-    model = make_model({"t": SIX})
-    torch.nn.init.zeros_(model.base_model.layer.luca_class_rows["t"])
-    assert not model.base_model.layer.expert_logits(vectors(), "t").any()
+        close(layer.expert_logits(z, "t"), before.detach().double())
+        layer.luca_class_rows["t"].zero_()
+        assert not layer.expert_logits(z, "t").any()
 
 
 @pytest.mark.parametrize("norm_position", NORM_POSITIONS)
-def test_gradients(norm_position):
-    """Autograd through the layer is the derivative of the float64 computation, by central differences."""
+def test_gradients_are_those_of_the_float64_computation(norm_position):
     model = make_model({"t": SIX}, norm_position=norm_position, reduction=8)
     layer, z = model.base_model.layer, vectors(3)
     layer.double()
@@ -94,63 +82,67 @@ def test_gradients(norm_position):
         )
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("head", ["cosine", "linear"])
-def test_l1_penalty_is_over_the_module_and_neither_rows_nor_sigma(arrangement, head):
-    model = make_model({"t": SIX, "u": SIX[:2]}, arrangement=arrangement, head=head)
-    expected = {
-        name: sum(
-            float(value.double().abs().sum())
-            for key, value in model.state_dict().items()
-            if any(f"luca_{part}.{name}." in key for part in PARTS)
-        )
-        for name in "tu"
-    }
-    for name in "tu":
-        assert math.isclose(model.l1_penalty(name).item(), expected[name], rel_tol=1e-6)
-    assert torch.equal(model.l1_penalty(), model.l1_penalty("t"))  # the active one
-    model.l1_penalty("t").backward()
-    layer = model.base_model.layer
-    assert layer.luca_class_rows["t"].grad is None
-    signs = [p.grad.abs() for p in layer.parameters() if p.grad is not None]
-    assert signs
-    assert all(bool((sign == 1).all()) for sign in signs)
+def test_only_cls_is_read_of_what_enters_the_head():
+    layer = make_model({"t": SIX}, base=make_dinov2()).base_model.layer
+    assert (layer.width, layer.input_width) == (D, 2 * D)
+    x = torch.randn(3, 2 * D, generator=torch.Generator().manual_seed(0))
+    changed = torch.cat([x[:, :D], x[:, D:] + 100], dim=1)
+    assert torch.equal(layer(x), layer(changed))
+    assert torch.equal(layer(x), layer.expert_logits(x[:, :D], "t"))
+    with pytest.raises(ValueError, match=r"shape \(batch, 64\), got \(2, 5, 64\)"):
+        layer(torch.zeros(2, 5, 2 * D))
 
 
-PARTS = ("adapter_down", "adapter_up", "adapter_norm", "calibrator_down", "calibrator_up")
+def test_the_layer_has_the_shape_of_the_head_that_other_code_asks_for():
+    layer = make_model({"t": ["a"]}, base=make_vit(num_labels=7)).base_model.layer
+    assert (layer.in_features, layer.out_features) == (D, 7)
+    layer = make_model({"t": ["a"]}, base=make_dinov2(num_labels=0)).base_model.layer
+    assert (layer.in_features, layer.out_features) == (2 * D, 2 * D)  # nn.Identity has none
 
 
-@pytest.mark.parametrize("layers", [1, 12])
-@pytest.mark.parametrize("classes", [1, 10])
-def test_parameters_on_vit_base(layers, classes):
+# --- parameters ---
+
+
+def test_the_penalty_is_the_sum_over_the_module_and_neither_rows_nor_sigma():
+    for arrangement in ARRANGEMENTS:
+        model = make_model({"t": SIX, "u": SIX[:2]}, arrangement=arrangement)
+        for name in "tu":
+            parts = [f"luca_{part}.{name}." for part in ("adapter_down", "adapter_up", "adapter_norm")]
+            parts += [f"luca_{part}.{name}." for part in ("calibrator_down", "calibrator_up")]
+            tensors = [v for key, v in model.state_dict().items() if any(part in key for part in parts)]
+            expected = sum(float(tensor.double().abs().sum()) for tensor in tensors)
+            assert math.isclose(model.l1_penalty(name).item(), expected, rel_tol=1e-6)
+        assert torch.equal(model.l1_penalty(), model.l1_penalty("t"))  # the active one
+        model.l1_penalty("t").backward()
+        layer = model.base_model.layer
+        assert layer.luca_class_rows["t"].grad is layer.luca_scale["t"].grad is None
+        gradients = [p.grad.abs() for p in layer.parameters() if p.grad is not None]
+        assert gradients
+        assert all(bool((gradient == 1).all()) for gradient in gradients)
+
+
+def test_parameters_on_vit_base():
     with torch.device("meta"):
-        vit = ViTForImageClassification(ViTConfig(num_hidden_layers=layers))
-    model = get_peft_model(vit, LucaConfig(classes=[str(i) for i in range(classes)]), low_cpu_mem_usage=True)
+        vit = ViTForImageClassification(ViTConfig(num_hidden_layers=1))
+    model = get_peft_model(vit, LucaConfig(classes=[str(i) for i in range(10)]), low_cpu_mem_usage=True)
     layer = model.base_model.layer
     module = sum(p.numel() for name in layer.module_names for p in getattr(layer, name).parameters())
     assert module == 149_808
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert trainable == 149_808 + classes * 768 + 1
-    assert model.get_nb_trainable_parameters()[0] == trainable
+    assert model.get_nb_trainable_parameters()[0] == 149_808 + 10 * 768 + 1
 
 
-def test_widths():
-    model = make_model({"t": LucaConfig(classes=SIX, adapter_width=3, calibrator_width=5)})
-    layer = model.base_model.layer
+def test_widths(vit):
+    layer = make_model({"t": LucaConfig(classes=SIX, adapter_width=3, calibrator_width=5)}).base_model.layer
     assert layer.luca_adapter_down["t"].weight.shape == (3, D)
     assert layer.luca_adapter_up["t"].weight.shape == (D, 3)
     assert layer.luca_calibrator_down["t"].weight.shape == (5, D)
     assert layer.luca_calibrator_up["t"].weight.shape == (D, 5)
-    assert layer.luca_calibrator_down["t"].bias is None
-    assert layer.luca_calibrator_up["t"].bias is None
-
-
-def test_a_reduction_wider_than_cls_is_refused(vit):
+    assert layer.luca_calibrator_down["t"].bias is layer.luca_calibrator_up["t"].bias is None
     with pytest.raises(ValueError, match=r"reduction is 64, but \[CLS\] is only 32 wide"):
         get_peft_model(vit, LucaConfig(classes=SIX, reduction=64))
 
 
-def test_initialisation(vit):
+def test_initialization(vit):
     torch.manual_seed(3)
     model = get_peft_model(vit, LucaConfig(classes=SIX, reduction=4, scale=12.0, init_rows="random"))
     layer = model.base_model.layer
@@ -166,133 +158,75 @@ def test_initialisation(vit):
     assert bool((layer.luca_class_rows["default"].norm(dim=1) > 0.3).all())
     assert not layer.luca_reference_mean["default"].any()  # the identity until it is computed
     assert bool((layer.luca_reference_std["default"] == 1).all())
-
-
-def test_zero_rows_are_an_option(vit):
-    model = get_peft_model(vit, LucaConfig(classes=SIX, init_rows="zeros"))
-    assert not model.base_model.layer.luca_class_rows["default"].any()
-
-
-def test_only_the_expert_is_trainable():
-    model = make_model({"t": SIX, "u": SIX[:2]})
-    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert trainable
-    assert all("luca_" in name and ".t" in name for name in trainable)
-    assert not any("reference" in name for name in trainable)
-
-
-def test_rows_become_class_means_of_adapted_features():
-    model, z = make_model({"t": SIX[:3], "u": SIX}), vectors(9)
-    labels = torch.tensor([2, 0, 1, 1, 0, 2, 2, 2, 0])
-    other = model.base_model.layer.luca_class_rows["u"].clone()
-    adapted = exact_luca(model, "t", z)
-    model.base_model.layer.set_rows_to_class_means("t", z, labels)
-    expected = torch.stack([adapted[labels == k].mean(dim=0) for k in range(3)])
-    close(model.base_model.layer.luca_class_rows["t"], expected)
-    assert torch.equal(model.base_model.layer.luca_class_rows["u"], other)
-
-
-def test_rows_may_start_at_class_means_of_standardised_cls():
-    model, z = make_model({"t": SIX[:2]}), vectors(5)
-    layer, labels = model.base_model.layer, torch.tensor([1, 0, 1, 1, 0])
-    layer.set_rows_to_class_means("t", z, labels, adapted=False)
-    standard = (z.double() - layer.luca_reference_mean["t"].double()) / layer.luca_reference_std["t"].double()
-    close(layer.luca_class_rows["t"], torch.stack([standard[labels == k].mean(dim=0) for k in range(2)]))
-
-
-@pytest.mark.parametrize("labels", [[0, 0, 1], [0, 1, 3]])
-def test_class_means_need_an_image_of_every_class_and_no_other(labels):
-    model = make_model({"t": SIX[:3]})
-    before = model.base_model.layer.luca_class_rows["t"].clone()
-    with pytest.raises(ValueError, match="every class needs at least one image"):
-        model.base_model.layer.set_rows_to_class_means("t", vectors(3), torch.tensor(labels))
-    assert torch.equal(model.base_model.layer.luca_class_rows["t"], before)
-
-
-def test_a_linear_head_takes_no_class_means():
-    model = make_model({"t": SIX[:2]}, head="linear")
-    with pytest.raises(ValueError, match="has a linear head, which has no rows to take class means"):
-        model.base_model.layer.set_rows_to_class_means("t", vectors(2), torch.tensor([0, 1]))
-
-
-def test_what_enters_the_head_must_be_one_vector_per_image():
-    model = make_model({"t": SIX})
-    with pytest.raises(ValueError, match=r"shape \(batch, 32\), got \(2, 5, 32\)"):
-        model.base_model.layer(torch.zeros(2, 5, D))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_half_precision_trunk_keeps_the_expert_in_float32(vit, dtype):
-    model = make_model({"t": SIX}, base=vit.to(dtype))
-    tensors = [value for key, value in model.state_dict().items() if "luca_" in key]
-    assert {tensor.dtype for tensor in tensors} == {torch.float32}
-    z = model.pooled_features(pixels().to(dtype))
-    assert z.dtype == dtype
-    close(model(pixels().to(dtype)).logits, exact_own_scores(model, "t", z))
-
-
-def test_fill_is_repeatable():
-    first, second = (make_model({"t": SIX}).state_dict() for _ in range(2))
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    assert fill(make_model({"t": SIX}), seed=1).l1_penalty() != make_model({"t": SIX}).l1_penalty()
-
-
-def test_what_other_code_asks_the_head_for():
-    layer = make_model({"t": ["a"]}, base=make_vit(num_labels=7)).base_model.layer
-    assert (layer.in_features, layer.out_features) == (D, 7)
-    layer = make_model({"t": ["a"]}, base=make_dinov2(num_labels=0)).base_model.layer
-    assert (layer.in_features, layer.out_features) == (2 * D, 2 * D)  # nn.Identity has none
-
-
-def test_an_expert_takes_its_statistics_along():
-    model = make_model({"s": ["a", "b"], "t": ["c", "d"]})
-    features = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
-    for name in ("s", "t"):
-        model.collect_statistics(name, features, torch.arange(8) % 2)
-    model.delete_adapter("t")
-    assert list(model.base_model.layer.statistics) == ["s"]
-    model.add_adapter("t", LucaConfig(classes=["c", "d"]))
-    with pytest.raises(ValueError, match="'t' came without"):
-        model.set_router("gaussian")
+    model.add_adapter("zeros", LucaConfig(classes=SIX, init_rows="zeros"))
+    assert not layer.luca_class_rows["zeros"].any()
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
-def test_a_reference_keeps_its_precision(dtype, kept):
-    layer = get_peft_model(make_vit().to(dtype), LucaConfig(classes=["a"])).base_model.layer
-    assert layer.luca_class_rows["default"].dtype in (dtype, torch.float32)
-    assert layer.luca_reference_mean["default"].dtype == kept
+def test_an_expert_and_its_reference_keep_their_precision_in_a_model_of_another_dtype(dtype, kept):
+    base = make_vit().to(dtype)
+    model = make_model({"t": SIX}, base=base)
+    assert {value.dtype for key, value in model.state_dict().items() if "luca_" in key} == {kept}
+    x = pixels().to(dtype)
+    z = model.pooled_features(x)
+    assert z.dtype == dtype
+    close(model(x).logits, exact_own_scores(model, "t", z))
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 2.0}])
-def test_confidence_is_the_answers_probability_at_the_routers_temperature(options):
-    model = make_model({"s": ["a", "b"], "t": ["c", "d"]})
-    model.set_router("entropy", **options)
-    routed = model.route(pixels())
-    expected = (routed.logits.double() / options.get("temperature", 1.0)).softmax(dim=1).amax(dim=1)
-    torch.testing.assert_close(routed.confidence.double(), expected, rtol=1e-5, atol=1e-6)
+# --- class means ---
 
 
-def test_a_large_batch_is_taken_piece_by_piece(monkeypatch):
-    model = make_model({"s": ["a", "b"], "t": ["c", "d", "e"]})
-    layer, z = model.base_model.layer, torch.randn(10, D, generator=torch.Generator().manual_seed(0))
-    whole, real, sizes = layer.route(z), layer.scores, []
-    monkeypatch.setattr(
-        "peft_luca.tuner.layer.SCORES_BUDGET", 3 * 2 * 5
-    )  # three samples of two experts and five classes
-    monkeypatch.setattr(layer, "scores", lambda part: sizes.append(len(part)) or real(part))
-    pieces = layer.route(z)
-    assert sizes == [3, 3, 3, 1]
-    assert torch.equal(pieces.expert, whole.expert)
-    torch.testing.assert_close(pieces.logits, whole.logits)
+def test_rows_become_class_means_of_adapted_features_or_of_standardized_cls():
+    model, z = make_model({"t": SIX[:3], "u": SIX}), vectors(9)
+    layer, labels = model.base_model.layer, torch.tensor([2, 0, 1, 1, 0, 2, 2, 2, 0])
+    other = layer.luca_class_rows["u"].clone()
+    standard = (z.double() - layer.luca_reference_mean["t"].double()) / layer.luca_reference_std["t"].double()
+    for adapted, features in ((True, exact_luca(model, "t", z)), (False, standard)):
+        model.set_rows_to_class_means("t", z, labels, adapted=adapted)
+        close(layer.luca_class_rows["t"], torch.stack([features[labels == k].mean(dim=0) for k in range(3)]))
+    assert torch.equal(layer.luca_class_rows["u"], other)
 
 
 def test_class_means_are_those_of_float64_to_the_bit():
-    layer = make_model({"t": ["a", "b"]}).base_model.layer
+    layer = make_model({"t": ["a", "b"]}, reference=False).base_model.layer
     z = 100 + torch.randn(5000, D, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(5000) % 2
-    expected = [layer.standardise(z, "t")[labels == k].double().mean(dim=0) for k in (0, 1)]
     layer.set_rows_to_class_means("t", z, labels, adapted=False)
-    for row, mean in zip(layer.luca_class_rows["t"], expected, strict=True):
+    for k, row in enumerate(layer.luca_class_rows["t"]):
+        mean = z[labels == k].double().mean(dim=0)
         assert ((row.detach().double() - mean).abs() <= 2**-23 * mean.abs()).all()
-    with pytest.raises(ValueError, match=r"the images per label are \[2, 0\]"):
-        layer.set_rows_to_class_means("t", z[:2], torch.tensor([0, 0]))
+
+
+@pytest.mark.parametrize(("labels", "counts"), [([0, 0, 1], r"\[2, 1, 0\]"), ([0, 1, 3], r"\[1, 1, 0, 1\]")])
+def test_class_means_need_an_image_of_every_class_and_no_other(labels, counts):
+    layer = make_model({"t": SIX[:3]}).base_model.layer
+    before = layer.luca_class_rows["t"].clone()
+    with pytest.raises(ValueError, match=rf"the images per label are {counts}: every class needs at least one image"):
+        layer.set_rows_to_class_means("t", vectors(3), torch.tensor(labels))
+    assert torch.equal(layer.luca_class_rows["t"], before)
+
+
+# --- statistics and routing ---
+
+
+def test_deleting_an_expert_deletes_its_statistics():
+    model = make_model({"s": ["a", "b"], "t": ["c", "d"]})
+    for name in ("s", "t"):
+        model.collect_statistics(name, vectors(8), torch.arange(8) % 2)
+    model.delete_adapter("t")
+    assert list(model.statistics) == ["s"]
+    model.add_adapter("t", LucaConfig(classes=["c", "d"]))
+    with pytest.raises(ValueError, match="t"):
+        model.set_router("gaussian")
+
+
+def test_a_large_batch_is_split_within_the_memory_budget(monkeypatch):
+    model, z = make_model({"s": ["a", "b"], "t": ["c", "d", "e"]}), vectors(10)
+    layer = model.base_model.layer
+    whole, real, sizes = model.route_features(z), layer.scores, []
+    monkeypatch.setattr("peft_luca.routing.router.MEMORY_BUDGET", 3 * 2 * 5)  # 3 images, 2 experts, 5 classes
+    monkeypatch.setattr(layer, "scores", lambda part: sizes.append(len(part)) or real(part))
+    split = model.route_features(z)
+    assert sizes == [3, 3, 3, 1]
+    assert torch.equal(split.expert, whole.expert)
+    torch.testing.assert_close(split.logits, whole.logits)
