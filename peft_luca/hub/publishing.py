@@ -241,7 +241,7 @@ def _mirror(api: HfApi, folder: Path, repo_id: str, revision: str | None, commit
 
 
 def _base_model(api: HfApi, tuner: LucaModel, given: str | None) -> str | None:
-    """Returns the Hub id of the backbone: as given, or where it was loaded from if that is on the Hub. Never a path."""
+    """Returns the Hub id of the backbone: as given, or where it was loaded from. Never a path."""
     name = given or getattr(tuner.model, "name_or_path", None) or None
     if name is None:
         return None

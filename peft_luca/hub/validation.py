@@ -17,7 +17,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..routing.router import Router, make_router
+from ..routing import Router, make_router
 from ..routing.statistics import ClassStatistics
 from ..tuner.config import LucaConfig
 from ..utils import NAME_RULE, InvalidExpertError, check_classes, show
@@ -30,14 +30,14 @@ STATISTICS_FORMAT = 1
 
 MAX_JSON_BYTES = 2**25
 MAX_EXPERT_BYTES = 2**30  # an expert of ViT-g over ten thousand classes has 70 MB
-# Beyond these an expert's scores could overflow to NaN, which a router takes for certainty. Trained ones are far within.
+# Beyond these an expert's scores could overflow to NaN. Those of trained experts are far within.
 MAX_NUMBER = 1e4
 MIN_DEVIATION = 1e-6
 MAX_IMAGES = 1e12  # of a class
 TOLERANCE = 1e-3  # of statistics, which were rounded to float32
 FLOATS = ("F64", "F32", "F16", "BF16")
 
-Specs = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # tensor name -> allowed dtypes, shape
+Specs = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # tensor name -> allowed dtypes, shape
 
 
 # ---- configs and manifests -----------------------------------------------------------------------------------------
@@ -56,14 +56,8 @@ def read_config(folder: Path) -> LucaConfig:
         raise InvalidExpertError(
             f"{path} holds an adapter of type {show(values.get('peft_type'))}, not a LuCA expert."
         )
-    head = values.pop("head", "cosine")  # written by peft_luca 0.1
-    if head != "cosine":
-        raise InvalidExpertError(
-            f"{path}: the expert has a {show(head)} head, and this version of peft_luca has cosine heads only. Train "
-            "the expert again, or load it with peft_luca 0.1."
-        )
     # A stranger must not set allow_mismatch, which switches the check of the backbone off.
-    known = {field.name for field in fields(LucaConfig)} - {"allow_mismatch"}
+    known = {"head", *(field.name for field in fields(LucaConfig))} - {"allow_mismatch"}
     unknown = sorted(set(values) - known)
     if unknown:
         raise InvalidExpertError(
@@ -135,6 +129,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise InvalidExpertError(
                 f"{path} names an expert {show(name)}: names are made of letters, digits, '_' and '-'."
             )
+    if len({name.lower() for name in names}) < len(names):  # one folder, on some file systems
+        raise InvalidExpertError(f"{path} names an expert more than once.")
     return Manifest(path, names, manifest.get("router"))
 
 
@@ -250,7 +246,7 @@ def _statistics_specs(found: Mapping[str, tuple[str, list[int]]], metadata: Mapp
 
     k, d = len(_statistics_classes(metadata)), size("means", 1)
     rows = found["factors"][1][0] if "factors" in found and found["factors"][1] else 0  # no class needs a factor
-    specs: Specs = {
+    specs = {
         "counts": (("F64",), (k,)),
         "means": (("F64",), (k, d)),
         "factor_rows": (("I64",), (k,)),
