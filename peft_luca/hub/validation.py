@@ -66,9 +66,10 @@ def read_config(folder: Path) -> LucaConfig:
         )
     if values.get("classes") is None:
         raise InvalidExpertError(f"{path} names no classes.")
-    for key in ("base_model_name_or_path", "revision", "fingerprint"):
-        if not isinstance(values.get(key), (str, type(None))):
-            raise InvalidExpertError(f"{path}: {key} must be a string or null, got {show(values[key])}.")
+    for key in ("base_model_name_or_path", "revision", "fingerprint", "target_modules"):
+        value = values.get(key)
+        if not isinstance(value, (str, type(None))) and not (key == "target_modules" and isinstance(value, list)):
+            raise InvalidExpertError(f"{path}: {key} must be a string or null, got {show(value)}.")
     if not re.fullmatch("[0-9a-f]{64}", values.get("fingerprint") or "0" * 64):
         raise InvalidExpertError(f"{path}: fingerprint must be a SHA-256 digest, got {show(values['fingerprint'])}.")
     try:

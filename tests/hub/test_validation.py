@@ -64,6 +64,7 @@ def memory():
         ({"arrangement": None}, "arrangement must be one of"),
         ({"target_modules": ["vit"]}, "the head 'vit'|exactly one head"),
         ({"target_modules": [3]}, "exactly one head"),
+        ({"target_modules": True}, "target_modules must be a string or null, got True"),
         ({"fingerprint": "../../x"}, "fingerprint must be a SHA-256 digest"),
         ({"fingerprint": ["a"]}, r"fingerprint must be a string or null, got \['a'\]"),
         ({"base_model_name_or_path": {"a": 1}}, "base_model_name_or_path must be a string or null"),
