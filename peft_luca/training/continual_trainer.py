@@ -35,8 +35,9 @@ from ..data.collator import ImageCollator
 from ..data.feature_cache import FeatureDataset, FeatureExtractor, default_cache_dir, digest_images, features_key
 from ..data.sources import DatasetLike
 from ..data.task_stream import Task, TaskStream
-from ..hub.model_card import make_card
-from ..hub.saving import CARD_NAME, RESULTS_NAME, load_experts, push_experts, save_experts
+from ..hub.model_card import CARD_NAME, make_card
+from ..hub.publishing import RESULTS_NAME, push_experts
+from ..hub.saving import load_experts, save_experts
 from ..hub.validation import MANIFEST_NAME, MAX_NUMBER
 from ..preprocessing import channels_of, check_processor, image_size, undecoded
 from ..routing import make_router
@@ -924,9 +925,7 @@ class ContinualTrainer(Trainer):
             name = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             card = make_card(
                 self.tuner,
-                list(self.tuner.experts),
                 name,
-                single=False,
                 base_model=base_model,
                 license=license,
                 datasets=datasets,

@@ -13,7 +13,7 @@ import numpy as np
 from transformers.trainer_utils import has_length
 
 from ..data.task_stream import TaskStream
-from ..hub.saving import RESULTS_NAME
+from ..hub.publishing import RESULTS_NAME
 from ..tuner.config import LucaConfig
 from ..utils import pluralize
 from .arguments import ContinualTrainingArguments
