@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from harness import RESULTS, be_quiet, make_trainer, write_results
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -71,13 +71,17 @@ def pictures(count: int, classes: int, seed: int = 0, side: int = 64) -> dataset
 # ---- routing -----------------------------------------------------------------------------------------------------
 
 
-def random_statistics(classes: list[str], rank: int, d: int) -> ClassStatistics:
-    """Statistics of random images, of the rank asked for."""
-    k = len(classes)
+def random_expert(model: Any, name: str, classes: list[str], rank: int) -> tuple[dict[str, Tensor], ClassStatistics]:
+    """Tensors of an expert, and statistics of random images of the rank asked for."""
+    k, d = len(classes), model.config.hidden_size
+    tensors = {}
+    for key, tensor in get_peft_model_state_dict(model, adapter_name="first").items():
+        own = torch.randn(k, d) if "class_rows" in key else tensor
+        tensors["luca_" + key.split(".luca_")[1]] = own
     means = F.normalize(torch.randn(k, d, dtype=torch.float64), dim=1)
     factors = tuple(torch.randn(k, rank, d) / d**0.5)
     counts, zeros = torch.full((k,), 100.0, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
-    return ClassStatistics(tuple(classes), counts, means, factors, torch.rand(k, d) / d, zeros)
+    return tensors, ClassStatistics(tuple(classes), counts, means, factors, torch.rand(k, d) / d, zeros)
 
 
 @torch.no_grad()
@@ -86,19 +90,18 @@ def routing(args: Any) -> None:
     backbone = vit()
     pixels, z = torch.randn(args.batch, 3, 224, 224), torch.randn(args.batch, 768)
     for experts in args.experts:
-        model: Any = None
+        model = get_peft_model(backbone, LucaConfig(classes=["a", "b"]), adapter_name="first")
         for t in range(experts):
-            classes = [f"class {t} {k}" for k in range(args.classes_each)]
-            config, name = LucaConfig(classes=classes), f"expert_{t}"
-            if model is None:
-                model = get_peft_model(backbone, config, adapter_name=name)
-                own = model.base_model.tensors(name)
-            else:
-                tensors = {key.replace("expert_0", name): torch.randn_like(value) for key, value in own.items()}
-                model.base_model.add_expert(name, config, tensors)
-            model.statistics[name] = random_statistics(classes, args.rank, 768)
+            classes, name = [f"class {t} {k}" for k in range(args.classes_each)], f"expert_{t}"
+            model.base_model.add_expert(
+                name, LucaConfig(classes=classes).resolve(), *random_expert(model, name, classes, args.rank)
+            )
+        model.delete_adapter("first")
         for router in args.routers:
-            ready = seconds(lambda router=router: (model.set_router(router), model.route_features(z[:1])))
+            started = time.perf_counter()
+            model.set_router(router)
+            model.route_features(z[:1])
+            ready = time.perf_counter() - started
             model.pooled_features(pixels)
             backbone_times, times = [], []
             for _ in range(args.rounds):
@@ -384,9 +387,7 @@ def overhead(args: Any) -> None:
         for name in ("continual_train", "continual_train_task")
     }
     rates = {name: round(steps / median(values), 1) for name, values in times.items()}
-    write_results(
-        args.output, steps=steps, steps_per_cpu_second=rates, times_of_stock=ours_over_stock, seconds=times
-    )
+    write_results(args.output, steps=steps, steps_per_cpu_second=rates, times_of_stock=ours_over_stock, seconds=times)
 
 
 def resident(kind: str = "RssAnon") -> int:
@@ -416,9 +417,7 @@ def memory(args: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file, before, watch = Path(folder) / "features.arrow", resident(), Watch()
         watch.start()
-        features = features_on_disk(
-            file, labels, lambda i, j: torch.randn(j - i, args.width, generator=generator)
-        )
+        features = features_on_disk(file, labels, lambda i, j: torch.randn(j - i, args.width, generator=generator))
         trainer = make_trainer(
             model, processor(32), stream, f"{folder}/out", lambda task, split: features,
             {"init_rows": "random", "reference": False}, max_steps=args.steps, use_cpu=True,

@@ -41,11 +41,11 @@ from peft_luca.routing.statistics import unit_features
 from peft_luca.training.metrics import summarize
 
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from cil import BUNDLED_BACKBONE, DIGITS, digits
 
 
+HERE = Path(__file__).parent
 CONFIGS, RESULTS = HERE / "configs", HERE / "results"
 PACKAGES = ("torch", "peft", "transformers", "accelerate", "datasets", "numpy")
 SPLIT_SEED = 1993
@@ -257,11 +257,11 @@ class Bench:
 
     def _look(self, whole: TaskStream) -> None:
         """Compute the reference of the backbone, [CLS] of every image, and the time of a pass."""
-        model = get_peft_model(self.model, LucaConfig(classes=["a", "b"]))
+        model = get_peft_model(self.model, LucaConfig(classes=["a", "b"]), adapter_name="probe")
         self.reference: tuple[Any, Any] = (None, None)
         if getattr(self.model.config, "image_size", None) is not None:
             model.compute_reference()
-            tensors = {name.split(".")[-1]: tensor for name, tensor in get_peft_model_state_dict(model).items()}
+            tensors = {name.split(".")[-1]: tensor for name, tensor in get_peft_model_state_dict(model, adapter_name="probe").items()}
             self.reference = tensors["luca_reference_mean"].cpu(), tensors["luca_reference_std"].cpu()
         self.parts: dict[str, Part] = {}
         self.domain: dict[str, Tensor] = {}  # split → number of each image's task in the whole
@@ -271,12 +271,12 @@ class Bench:
                 model, ContinualTrainingArguments(folder, **settings), whole, processing_class=self.processor
             )
             for split in ("train", "test"):
-                there = [(t, task) for t, task in enumerate(whole) if getattr(task, split) is not None]
-                found = [trainer.features(task, split) for _, task in there]
+                there = {t: task for t, task in enumerate(whole) if getattr(task, split) is not None}
+                found = [trainer.features(task, split) for task in there.values()]
                 features, labels = (torch.cat([getattr(f, name) for f in found]) for name in ("features", "labels"))
-                images = concatenate_datasets([getattr(task, split) for _, task in there])
+                images = concatenate_datasets([getattr(task, split) for task in there.values()])
                 self.parts[split] = Part(features.clone(), labels, images)
-                self.domain[split] = torch.cat([torch.full((len(f),), t) for (t, _), f in zip(there, found, strict=True)])
+                self.domain[split] = torch.tensor(list(there)).repeat_interleave(torch.tensor(list(map(len, found))))
         self.width = self.parts["train"].features.shape[1]
         self.seconds_per_image = self._time_a_pass(model)
         self.model = model.base_model.unload()

@@ -278,7 +278,7 @@ class SequentialHead(Probes):
 class Lora(Method):
     """
     LoRA on query and value, with the values of PEFT's guide to image classification (rank 16, α 16, dropout 0.1,
-    learning rate 5e-3): an adapter and a linear head per task; the head of lowest entropy over its own classes answers.
+    learning rate 5e-3): an adapter and a linear head per task; the head of lowest entropy over its classes answers.
     """
 
     runs_backbone = True
