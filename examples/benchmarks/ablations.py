@@ -111,8 +111,12 @@ class OtherEntropies(Luca):
         return {name: float((labels == test.labels).double().mean()) for name, labels in found.items()}
 
 
+def parse_arguments(given: list[str]) -> AblationArguments:
+    return parse(AblationArguments, given)
+
+
 def main() -> None:
-    args = parse(AblationArguments, sys.argv[1:])
+    args = parse_arguments(sys.argv[1:])
     be_quiet()
     bench, summary = Bench(args), {}
     base = {"paper": Sparse, "entropy": OtherEntropies}[args.study]

@@ -143,8 +143,12 @@ def grow(args: GrowthArguments) -> None:
                 )
 
 
+def parse_arguments(given: list[str]) -> GrowthArguments:
+    return parse(GrowthArguments, given)
+
+
 def main() -> None:
-    args = parse(GrowthArguments, sys.argv[1:])
+    args = parse_arguments(sys.argv[1:])
     be_quiet()
     gc.freeze()  # Trainer collects garbage before every task: a third of a second over all that the imports have made
     grow(args)

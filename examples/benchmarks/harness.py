@@ -261,7 +261,10 @@ class Bench:
         self.reference: tuple[Any, Any] = (None, None)
         if getattr(self.model.config, "image_size", None) is not None:
             model.compute_reference()
-            tensors = {name.split(".")[-1]: tensor for name, tensor in get_peft_model_state_dict(model, adapter_name="probe").items()}
+            tensors = {
+                name.split(".")[-1]: tensor
+                for name, tensor in get_peft_model_state_dict(model, adapter_name="probe").items()
+            }
             self.reference = tensors["luca_reference_mean"].cpu(), tensors["luca_reference_std"].cpu()
         self.parts: dict[str, Part] = {}
         self.domain: dict[str, Tensor] = {}  # split → number of each image's task in the whole

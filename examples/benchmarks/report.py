@@ -75,23 +75,8 @@ IN_SUMMARY = {
 ROUTERS = {"entropy": "entropy", "energy": "energy", "prototype": "lda", "lda": "lda", "gaussian": "gaussian"}
 ROUTERS |= {"ridge": "ridge"}
 ROUTING_SETS = {"digits": "digits, 5 tasks", "emoji_14": "emoji, 14 tasks", "emoji_29": "emoji, 29 tasks"}
-ABLATED = {
-    "last_accuracy": "A_B, `entropy`",
-    "average_accuracy": "Ā",
-    "task_known_accuracy": "task known",
-    "sparsity": "zeros",
-    "overlap": "overlap",
-    "cosine": "cosine",
-    "subspace_cosine": "subspaces",
-}
-PATHS = {
-    "entropy": "A_B, `entropy`",
-    "entropy_of_own_classes": "A_B, entropy over own classes alone",
-    "routing_accuracy": "right expert",
-    "task_known_accuracy": "task known",
-}
 SHARE = "share of the backbone's time, median"
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -108,7 +93,7 @@ def share(figure: dict[str, Any] | None) -> str:
     """Mean ± deviation."""
     if figure is None:
         return ""
-    return f"{figure['mean']:.3f}" + (f" ± {figure['deviation']:.3f}" if figure["deviation"] else "")
+    return f"{figure['mean']:.3f}" + ("" if figure["deviation"] is None else f" ± {figure['deviation']:.3f}")
 
 
 # ---- methods on streams ------------------------------------------------------------------------------------------
@@ -173,22 +158,6 @@ def unfinished(results: Path) -> str:
     return f"Of the streams above, not measured in full: {'; '.join(found)}.\n" if found else ""
 
 
-def recipes(results: Path) -> str:
-    lines = []
-    for config in map(read, sorted(CONFIGS.glob("*.json"))):
-        if config["offline"]:
-            continue
-        train, cut = config.get("train_split", "train"), f"{config['increment']} a task"
-        splits = f"`{train}`, `{config['test_split']}`" if "test_split" in config else f"`{train}`"
-        if "test_size" in config:
-            splits += f", {config['test_size']:.0%} held out"
-        order = "seed 1993" if config.get("class_order", "seeded") == "seeded" else "of the folders"
-        columns = f"`{config['image_column']}`, `{config.get('label_column', 'label')}`"
-        name, size = f"`{config['name']}`", str(config["image_size"])
-        lines.append([name, f"`{config['dataset']}`", columns, cut, splits, order, size])
-    return table(["config", "data set", "columns", "classes", "splits", "class order", "pixels"], lines)
-
-
 # ---- routers -----------------------------------------------------------------------------------------------------
 
 
@@ -213,22 +182,9 @@ def routers(results: Path) -> str:
     beside = {"task_known_accuracy": "task known", "batch_scope_sorted": "`entropy`, batch scope, sorted by class"}
     beside["batch_scope_shuffled"] = "`entropy`, batch scope, shuffled"
     lines += [[words, *(f"{found[name]['mean']:.3f}" for found in entropies)] for name, words in beside.items()]
-    # The baselines see all classes at once, so that both streams of emoji share them.
     baselines = [content["baselines_last_accuracy"] for content in contents]
-    baselines[2] = baselines[2] or baselines[1]
     lines += [[f"*{name}*", *(f"{found[name]['mean']:.3f}" for found in baselines)] for name in baselines[0]]
     return table(["last accuracy A_B", *ROUTING_SETS.values()], lines)
-
-
-def abstaining(results: Path) -> str:
-    """How well confidence tells classes that no expert has, and how well it is calibrated."""
-    contents = routing_results(results)
-    lines = []
-    for name in of_routers(contents[0]):
-        found = [of_routers(content)[name] for content in contents]
-        cells = [f"{figures[key]['mean']:.3f}" for figures in found for key in ("unknown_auroc", "calibration_error")]
-        lines.append([f"`{name}`", *cells])
-    return table(["", *(f"{words}: {what}" for words in ROUTING_SETS.values() for what in ("AUROC", "error"))], lines)
 
 
 def routing_cost(results: Path) -> str:
@@ -245,19 +201,6 @@ def routing_cost(results: Path) -> str:
         if row["router"] in ROUTERS
     ]
     return table(["experts", "classes", "router", "share of the backbone's time", "made ready once"], lines)
-
-
-def paths(results: Path) -> str:
-    """Ways to better entropy routing: a row for each, and other ways to choose with the same experts."""
-    rows, beside = [], []
-    for name, figures in read(results / "entropy_paths_emoji.json")["summary"].items():
-        rows.append([name, *(share(figures.get(column, figures.get("last_accuracy"))) for column in PATHS)])
-        beside += [[name, figure, share(value)] for figure, value in figures.items() if figure not in PATHS]
-    return (
-        table(["", *PATHS.values()], rows)
-        + "\nOther ways to choose with the same experts:\n\n"
-        + table(["experts of", "", "A_B, or share of images"], beside)
-    )
 
 
 # ---- costs -------------------------------------------------------------------------------------------------------
@@ -288,18 +231,6 @@ def learning_cost(results: Path) -> str:
     return table(["", "passes"], [[name, f"{value:.2f}"] for name, value in found.items()])
 
 
-def ablations(results: Path) -> str:
-    """The paper's ablations, one table for each data set that has been measured."""
-    parts = []
-    for path in sorted(results.glob("ablations_*.json")):
-        content = read(path)
-        columns = [name for name in ABLATED if name in next(iter(content["summary"].values()))]
-        lines = [[name, *(share(row[column]) for column in columns)] for name, row in content["summary"].items()]
-        title = path.stem.removeprefix("ablations_").capitalize()
-        parts.append(f"{title} (`results/{path.name}`):\n\n{table(['', *(ABLATED[c] for c in columns)], lines)}")
-    return "\n".join(parts)
-
-
 def silhouettes(results: Path) -> str:
     panels = read(results / "tsne.json")["panels"].items()
     return "".join(f"- {name}: {panel['silhouette']:.3f}\n" for name, panel in panels)
@@ -324,37 +255,9 @@ def growth(results: Path) -> str:
     return table(list(columns), [[form(row) for form in columns.values()] for row in rows])
 
 
-def limits(results: Path) -> str:
-    """What grows with the number of experts, and what with its square, reckoned from the last row."""
-    content = read(results / "growth.json")
-    last = content["rows"][-1]
-
-    def at(experts: int) -> list[str]:
-        times = experts / last["experts"]
-        return [
-            f"{experts:,}",
-            f"{experts * content['classes_each']:,}",
-            f"{last['entropy passes per image'] * times**2:,.0f}",
-            f"{last['gaussian passes per image'] * times:,.1f}",
-            f"{last['gaussian made ready, seconds'] * times / 60:,.1f}",
-            f"{last['experts in memory, bytes'] * times / GIB:,.1f}",
-            f"{last['statistics in memory, bytes'] * times / GIB:,.1f}",
-            f"{last['results.json, bytes'] * times**2 / GIB:,.1f}",
-        ]
-
-    head = ["experts", "classes", "`entropy`, passes", "`gaussian`, passes", "`gaussian` ready, min"]
-    head += ["experts, GiB", "statistics, GiB", "`results.json`, GiB"]
-    return table(head, [at(experts) for experts in (10_000, 100_000)])
-
-
+MAKERS = summary, streams, unfinished, routers, routing_cost, parameters, passes, learning_cost, silhouettes, growth
 # Name of a generated part → what makes it.
-PARTS: dict[str, Callable[[Path], str]] = {
-    part.__name__: part
-    for part in (
-        summary, streams, unfinished, recipes, routers, abstaining, routing_cost, paths, parameters, passes,
-        learning_cost, ablations, silhouettes, growth, limits,
-    )
-}  # fmt: skip
+PARTS: dict[str, Callable[[Path], str]] = {maker.__name__: maker for maker in MAKERS}
 
 
 def filled(text: str, results: Path = RESULTS) -> str:

@@ -131,10 +131,15 @@ def measure_baselines(bench: Bench, seeds: list[int]) -> dict[str, Any]:
     return {name: mean_and_deviation(values) for name, values in found.items()}
 
 
-def main() -> None:
-    args = parse(RoutingArguments, sys.argv[1:])
+def parse_arguments(given: list[str]) -> RoutingArguments:
+    args = parse(RoutingArguments, given)
     if args.domain_column is not None:
         raise SystemExit("routers are compared on tasks of classes of their own. Leave out --domain_column.")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments(sys.argv[1:])
     be_quiet()
     bench = Bench(args)
     baselines = measure_baselines(bench, args.seeds) if args.baselines else {}

@@ -45,7 +45,7 @@ class RunArguments(StreamArguments):
     results: str = field(default=str(RESULTS), metadata={"help": "Folder of the results."})
 
 
-def runs(given: list[str]) -> Iterator[list[tuple[RunArguments, str]]]:
+def parse_arguments(given: list[str]) -> Iterator[list[tuple[RunArguments, str]]]:
     """Of each data set that the command line asks for: the arguments of its runs, and each run's own command."""
     configs: list[Path | None] = [None]
     if given and given[0].endswith(".json"):
@@ -121,7 +121,7 @@ def summarise(seeds: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     be_quiet()
-    for found in runs(sys.argv[1:]):
+    for found in parse_arguments(sys.argv[1:]):
         bench = Bench(found[0][0])
         for args, command in found:
             run(args, bench, command)

@@ -58,8 +58,12 @@ def see(method: type[Luca] | None, bench: Bench, seed: int) -> tuple[Tensor, Ten
     return features, test.labels, ids
 
 
+def parse_arguments(given: list[str]) -> TsneArguments:
+    return parse(TsneArguments, given)
+
+
 def main() -> None:
-    args = parse(TsneArguments, sys.argv[1:])
+    args = parse_arguments(sys.argv[1:])
     be_quiet()
     bench, panels = Bench(args), {}
     for name, method in (("[CLS]", None), ("adapter alone", AdapterAlone), ("LuCA", Luca)):
