@@ -38,7 +38,7 @@ from peft_luca.data.feature_file import PartialFeatures
 from peft_luca.routing.statistics import ClassStatistics
 
 
-BATCH, EPOCHS = 48, 20
+BATCH, EPOCHS, TASKS = 48, 20, 10
 BOTTLENECK = 64
 # Pools, for all tasks together. L2P: 10 prompts of 5 tokens with a key each. CODA-Prompt: 100 components of 8 tokens
 # in 5 blocks, each with a key and an attention. (exps/l2p.json, exps/coda_prompt.json of sun-hailong/LAMDA-PILOT.)
@@ -140,9 +140,9 @@ def learning(args: Any) -> None:
     The released procedure runs the backbone in every epoch, and evaluates after each task as its code has it: for
     every module, one pass over the test images of the tasks seen.
     """
-    tasks, size = 10, args.size
-    model = vit(image_size=size, num_labels=2 * tasks)
-    train, test = pictures(args.train_images, 2 * tasks), pictures(args.test_images, 2 * tasks, seed=1)
+    size, classes = args.size, 2 * TASKS
+    model = vit(image_size=size, num_labels=classes)
+    train, test = pictures(args.train_images, classes), pictures(args.test_images, classes, seed=1)
     collate, rows = ImageCollator(processor(size), "image"), train.rename_column("label", "labels")
 
     def batches(count: int, size: int = BATCH) -> Any:
@@ -182,8 +182,8 @@ def learning(args: Any) -> None:
         model = trainer.model.base_model.unload()
     spent = args.test_images * one / args.train_images  # test images pass the backbone too: evaluation, not training
     learned = whole - spent
-    released_epoch = epoch_of(model, nn.Linear(2 * tasks, 2 * tasks), trunk_learns=False)
-    tested = sum(t * t for t in range(1, tasks + 1)) * args.test_images / tasks  # after task t, t modules on t tasks
+    released_epoch = epoch_of(model, nn.Linear(classes, classes), trunk_learns=False)
+    tested = sum(t * t for t in range(1, TASKS + 1)) * args.test_images / TASKS  # after task t, t modules on t tasks
     released = EPOCHS * released_epoch + tested * one / args.train_images
     lora = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
     lora_epoch = epoch_of(lora, lambda logits: logits, trunk_learns=True)
@@ -376,7 +376,7 @@ def overhead(args: Any) -> None:
             )
             times["stock"].append(seconds(stock.train))
             ours = make_trainer(
-                vit(image_size=32), processor(224), stream, f"{folder}/ours{i}", lambda task, split: features, config,
+                vit(image_size=32), processor(32), stream, f"{folder}/ours{i}", lambda task, split: features, config,
                 **settings,
             )  # fmt: skip
             with patch.object(Trainer, "train", timed_train):

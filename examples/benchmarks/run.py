@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ class RunArguments(StreamArguments):
     results: str = field(default=str(RESULTS), metadata={"help": "Folder of the results."})
 
 
-def parse_arguments(given: list[str]) -> Iterator[list[tuple[RunArguments, str]]]:
+def parse_arguments(given: list[str]) -> list[list[tuple[RunArguments, str]]]:
     """Of each data set that the command line asks for: the arguments of its runs, and each run's own command."""
     configs: list[Path | None] = [None]
     if given and given[0].endswith(".json"):
@@ -53,6 +52,7 @@ def parse_arguments(given: list[str]) -> Iterator[list[tuple[RunArguments, str]]
     elif "--all" in given:
         given = [argument for argument in given if argument != "--all"]
         configs = [path for path in sorted(CONFIGS.glob("*.json")) if read_config(path)["offline"]]
+    asked_for = []
     for path in configs:
         config = {} if path is None else read_config(path)
         rows, found = config.get("rows", {}), []
@@ -63,7 +63,8 @@ def parse_arguments(given: list[str]) -> Iterator[list[tuple[RunArguments, str]]
             check(args)
             place = [] if path is None else [f"examples/benchmarks/configs/{path.name}"]
             found.append((args, shlex.join(["python", "examples/benchmarks/run.py", *place, *asked])))
-        yield found
+        asked_for.append(found)
+    return asked_for
 
 
 def check(args: RunArguments) -> None:
