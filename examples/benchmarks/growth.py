@@ -1,7 +1,7 @@
 """
 From 2 to 1,000 experts: time, memory, bytes on disk and accuracy. Beyond what a data set has, classes are drawn: a
 class's mean from a Gaussian with the covariance of the data set's class means, an image from a Gaussian around it with
-the covariance within its classes, both of the raw [CLS]. Experts are taught and saved by `ContinualTrainer`.
+the covariance within its classes, both of the raw [CLS]. Experts are trained and saved by `ContinualTrainer`.
 
     python examples/benchmarks/growth.py --model ../shared/models/dinov2-small --dataset ../shared/data/emoji
 """
@@ -9,25 +9,22 @@ the covariance within its classes, both of the raw [CLS]. Experts are taught and
 from __future__ import annotations
 
 import gc
+import sys
 import tempfile
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import datasets
 import torch
-from bench import Bench, Part, StreamArguments, clock
-from environment import write_results
-from memory import memory
-from PIL import Image
+from cost import pictures, resident
+from harness import RESULTS, Bench, Part, StreamArguments, be_quiet, clock, make_trainer, parse, timed, write_results
 from torch import Tensor
-from transformers import HfArgumentParser, PrinterCallback
-from transformers.utils import logging
 
-from peft_luca import ContinualTrainer, ContinualTrainingArguments, FeatureDataset, LucaConfig, TaskStream
-from peft_luca.routing.router import get_router
+from peft_luca import FeatureDataset, TaskStream
+
+
+ROUTERS = "entropy", "gaussian"
 
 
 @dataclass
@@ -40,15 +37,13 @@ class GrowthArguments(StreamArguments):
     tests: int = field(default=500, metadata={"help": "Test images at a stop, of classes drawn from all."})
     epochs: int = field(default=5, metadata={"help": "Epochs of an expert."})
     seed: int = field(default=0, metadata={"help": "Of what is drawn."})
-    output: str = field(
-        default=str(Path(__file__).parent / "results" / "growth.json"), metadata={"help": "Where the figures go."}
-    )
+    output: str = field(default=str(RESULTS / "growth.json"), metadata={"help": "Where the figures go."})
 
 
 class Drawn:
-    """Classes and images as they are drawn, the same whenever they are asked for."""
+    """Classes and images that are drawn, the same whenever they are asked for."""
 
-    def __init__(self, train: Part | FeatureDataset, seed: int) -> None:
+    def __init__(self, train: Part, seed: int) -> None:
         z, y = train.features.double(), train.labels
         means = torch.stack([z[y == k].mean(0) for k in y.unique()])
         within = z - means[torch.unique(y, return_inverse=True)[1]]
@@ -71,99 +66,66 @@ def _root(covariance: Tensor) -> Tensor:
     return basis @ torch.diag(values.clamp(min=0).sqrt()) @ basis.T
 
 
-class DrawnTrainer(ContinualTrainer):
-    """A trainer that is given what is drawn."""
-
-    drawn: Drawn
-    images: int
-
-    def features(self, task: Any, split: str) -> FeatureDataset:
-        ids = [self.stream.classes.index(name) for name in task.classes]
-        found = [self.drawn.images(int(name), self.images) for name in task.classes]
-        return FeatureDataset(torch.cat(found), torch.tensor(ids).repeat_interleave(self.images))
-
-
-def weigh(folder: Path, name: str) -> int:
-    return sum(file.stat().st_size for file in folder.rglob(name))
-
-
-@torch.no_grad()
-def look(trainer: DrawnTrainer, args: GrowthArguments, folder: Path, pass_: float) -> dict[str, Any]:
+def look(model: Any, drawn: Drawn, args: GrowthArguments, folder: Path, seconds_of_a_pass: float) -> dict[str, Any]:
     """Everything that is measured at a stop."""
-    layer = trainer.tuner.layer
-    experts, classes = len(layer.configs), len(trainer.tuner.classes)
-    chosen = torch.randint(classes, (args.tests,), generator=torch.Generator().manual_seed(args.seed))
-    z = torch.cat([trainer.drawn.images(k, 1, draw) for draw, k in enumerate(chosen.tolist(), start=1)])
-    z = z.to(next(layer.parameters()).device)
-    names = [int(name) for name in trainer.tuner.classes]
-    owner = torch.tensor([t for t, own in enumerate(trainer.tuner.experts.values()) for _ in own])
-    figures: dict[str, Any] = {"experts": experts, "classes": classes}
-    for router in ("entropy", "gaussian"):
-        started = clock()
-        layer.set_router(get_router(router), {})
-        layer.route(z[:1])
-        ready = clock() - started
-        started = clock()
-        output = layer.route(z)
-        routing = (clock() - started) / len(z)
+    names = torch.tensor([int(name) for name in model.classes])
+    chosen = torch.randint(len(names), (args.tests,), generator=torch.Generator().manual_seed(args.seed))
+    z = torch.cat([drawn.images(k, 1, draw) for draw, k in enumerate(chosen.tolist(), start=1)])
+    owner = torch.tensor([t for t, own in enumerate(model.experts.values()) for _ in own])
+    figures: dict[str, Any] = {"experts": len(model.experts), "classes": len(names)}
+    z = z.to(next(model.parameters()).device)
+    for router in ROUTERS:
+        ready, _ = timed(lambda router=router: (model.set_router(router), model.route_features(z[:1])))
+        routing, output = timed(model.route_features, z)
+        right = names[output.logits.argmax(1).cpu()] == chosen
         figures |= {
-            f"{router} accuracy": round(
-                float((torch.tensor(names)[output.logits.argmax(1).cpu()] == chosen).double().mean()), 4
-            ),
+            f"{router} accuracy": round(float(right.double().mean()), 4),
             f"{router} routing accuracy": round(float((output.expert.cpu() == owner[chosen]).double().mean()), 4),
             f"{router} made ready, seconds": round(ready, 3),
-            f"{router} milliseconds per image": round(1000 * routing, 4),
-            f"{router} passes per image": round(routing / pass_, 4),
+            f"{router} milliseconds per image": round(1000 * routing / len(z), 4),
+            f"{router} passes per image": round(routing / len(z) / seconds_of_a_pass, 4),
         }
-    tensors = [t for name, t in layer.state_dict().items() if not name.startswith("base_layer.")]
+    model.set_router("entropy")
+    tensors = [tensor for name, tensor in model.state_dict().items() if ".luca_" in name]
+
+    def weigh(*files: str) -> int:
+        return sum(file.stat().st_size for name in files for file in folder.rglob(name))
+
     return figures | {
-        "experts in memory, bytes": sum(t.numel() * t.element_size() for t in tensors),
-        "statistics in memory, bytes": sum(part.nbytes for part in layer.statistics.values()),
-        "process, GiB of anonymous memory": round(memory("RssAnon") / 2**30, 3),
-        "experts on disk, bytes": weigh(folder, "adapter_model.safetensors"),
-        "statistics on disk, bytes": weigh(folder, "statistics.safetensors"),
-        "configs and manifest on disk, bytes": weigh(folder, "adapter_config.json") + weigh(folder, "experts.json"),
-        "results.json, bytes": weigh(folder, "results.json"),
+        "experts in memory, bytes": sum(tensor.nbytes for tensor in tensors),
+        "statistics in memory, bytes": sum(part.nbytes for part in model.statistics.values()),
+        "process, GiB of anonymous memory": round(resident() / 2**30, 3),
+        "experts on disk, bytes": weigh("adapter_model.safetensors"),
+        "statistics on disk, bytes": weigh("statistics.safetensors"),
+        "configs and manifest on disk, bytes": weigh("adapter_config.json", "experts.json"),
+        "results.json, bytes": weigh("results.json"),
     }
-
-
-def parse(arguments: list[str] | None = None) -> GrowthArguments:
-    (args,) = HfArgumentParser(GrowthArguments).parse_args_into_dataclasses(arguments)
-    return args
 
 
 def grow(args: GrowthArguments) -> None:
     bench = Bench(args)
-    train = bench.part(bench.stream(0, joint=True)[0], "train", bench.classes)
-    assert train is not None
+    drawn = Drawn(bench.parts["train"], args.seed)
     classes = max(args.experts) * args.classes_each
-    columns = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    pictures = datasets.Dataset.from_dict(
-        {"image": [Image.new("RGB", (8, 8))] * classes, "label": list(range(classes))}, features=columns
-    )
-    stream = TaskStream.from_dataset(pictures, increment=args.classes_each, seed=None)
-    rows = []
+    one_each = pictures(classes, classes, side=8)  # [CLS] is drawn, but a stream has images
+    stream = TaskStream.from_dataset(one_each, increment=args.classes_each, seed=None)
+
+    def given(task: Any, split: str) -> FeatureDataset:
+        ids = torch.tensor([stream.classes.index(name) for name in task.classes])
+        found = [drawn.images(int(name), args.images) for name in task.classes]
+        return FeatureDataset(torch.cat(found), ids.repeat_interleave(args.images))
+
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
-        trainer = DrawnTrainer(
-            bench.model,
-            ContinualTrainingArguments(folder, num_train_epochs=args.epochs, **settings),
-            stream,
-            LucaConfig(),
-            bench.processor,
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.drawn, trainer.images = Drawn(train, args.seed), args.images
-        taught: list[float] = []
+        trainer = make_trainer(bench.model, bench.processor, stream, folder, given, num_train_epochs=args.epochs)
+        spent: list[float] = []
         for number, task in enumerate(stream, start=1):
             started = clock()
             trainer.train_task(task)
-            taught.append(clock() - started)
+            spent.append(clock() - started)
             if number in args.experts:
-                figures = look(trainer, args, Path(folder), bench.seconds_per_image)
-                trainer.tuner.set_router("entropy")
-                figures["learning the last experts, seconds each"] = round(mean(taught[-10:]), 3)
-                figures["learning all experts, seconds"] = round(sum(taught), 1)
+                figures = look(trainer.model, drawn, args, Path(folder), bench.seconds_per_image)
+                figures["learning the last experts, seconds each"] = round(mean(spent[-10:]), 3)
+                figures["learning all experts, seconds"] = round(sum(spent), 1)
                 rows.append(figures)
                 print(figures, flush=True)
                 write_results(
@@ -181,13 +143,15 @@ def grow(args: GrowthArguments) -> None:
                 )
 
 
+def parse_arguments(given: list[str]) -> GrowthArguments:
+    return parse(GrowthArguments, given)
+
+
 def main() -> None:
-    logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", message="Adapter|.*is_gradient_checkpointing")
-    torch.set_num_threads(1)
+    args = parse_arguments(sys.argv[1:])
+    be_quiet()
     gc.freeze()  # Trainer collects garbage before every task: a third of a second over all that the imports have made
-    grow(parse())
+    grow(args)
 
 
 if __name__ == "__main__":

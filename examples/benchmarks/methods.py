@@ -1,9 +1,4 @@
-"""
-Methods that learn from [CLS], each in the fewest lines. A method is made of a `Bench`, the stream that it learns, the
-classes in the order of their ids, and a seed. `learn(task, train)` is called for one task after another;
-`answer(test)` gives label ids and, where there are experts, who answered; `answer_known(test, t)` is what the t-th
-expert alone says.
-"""
+"""The methods that are compared, each a class: `run.py` measures them."""
 
 from __future__ import annotations
 
@@ -15,80 +10,77 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bench import Bench, Part
-from peers import Lora, SequentialLora
-from routing import RANPAC_WIDTH, fit_ranpac
+from harness import BATCH, Method, Part, make_trainer
+from peft import LoraConfig, get_peft_model
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import LogisticRegression, LogisticRegressionCV
 from torch import Tensor, nn
-from transformers import PrinterCallback
 
-from peft_luca import ContinualTrainer, ContinualTrainingArguments, FeatureDataset, LucaConfig
-from peft_luca.routing.router import entropy
+from peft_luca import LucaConfig, RoutingOutput
+from peft_luca.tuner.head import find_head
+
+
+RANPAC_WIDTH = 10_000
 
 
 # ---- LuCA --------------------------------------------------------------------------------------------------------
 
 
-class FeatureTrainer(ContinualTrainer):
-    """A trainer that is given the features."""
+class Luca(Method):
+    """One LuCA expert per task, by this package's recipe; the expert of lowest entropy answers, as in the paper."""
 
-    bench: Bench
-
-    def features(self, task: Any, split: str) -> FeatureDataset:
-        part = self.bench.part(task, split, self.stream.classes)
-        assert part is not None
-        return FeatureDataset(part.features, part.labels)
-
-
-class Luca:
-    """One LuCA expert per task, by the own recipe; the most certain one answers, as in the paper."""
-
-    joint, passes_itself = False, False
     router = "entropy"
     training: dict[str, Any] = {}  # noqa: RUF012
     config: dict[str, Any] = {}  # noqa: RUF012
 
-    def __init__(self, bench: Bench, stream: Any, ids: tuple[str, ...], seed: int) -> None:
-        self.bench, self.stream, self.ids = bench, stream, ids
-        self.folder = tempfile.TemporaryDirectory()
-        settings = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "seed": seed}
-        settings |= {"router": self.router, "statistics": self.router != "entropy", **self.training}
-        self.trainer = FeatureTrainer(
-            bench.model,
-            ContinualTrainingArguments(self.folder.name, **settings),
-            stream,
-            LucaConfig(**({} if bench.reference[0] is not None else {"reference": False}), **self.config),
-            bench.processor,
+    def __init__(self, *run: Any) -> None:
+        super().__init__(*run)
+        bench, self.folder = self.bench, tempfile.TemporaryDirectory()
+        settings = {"seed": self.seed, "router": self.router, "statistics": self.router != "entropy", **self.training}
+        config = {**({} if bench.reference[0] is not None else {"reference": False}), **self.config}
+        self.trainer = make_trainer(
+            bench.model, bench.processor, self.stream, self.folder.name, bench.given(self.stream), config, **settings
         )
-        self.trainer.bench = bench
-        self.trainer.remove_callback(PrinterCallback)
 
-    def learn(self, task: Any, train: Part) -> None:
+    @property
+    def model(self) -> Any:
+        """The model with its experts."""
+        return self.trainer.model
+
+    def fit(self, task: Any, train: Part) -> None:
         self.trainer.train_task(task)
 
     @torch.no_grad()
-    def answer(self, test: Part) -> tuple[Tensor, Tensor | None]:
-        routed = self.trainer.tuner.layer.route(test.features.to(self.bench.device))
-        places = torch.tensor([self.ids.index(name) for name in self.trainer.tuner.classes])
-        return places[routed.logits.argmax(1).cpu()], None if self.joint else routed.expert.cpu()
+    def route(self, part: Part, router: str | None = None, **options: Any) -> RoutingOutput:
+        """The router's output, on the CPU; by the router in use unless another is named, which is in use then."""
+        if router is not None:
+            self.model.set_router(router, **options)
+        found = self.model.route_features(part.features.to(self.bench.device))
+        return RoutingOutput(*(value if value is None else value.cpu() for value in found))
 
     @torch.no_grad()
-    def answer_known(self, test: Part, t: int) -> Tensor:
+    def expert_logits(self, part: Part, name: str) -> Tensor:
+        """An expert's logits over its own classes, (images, K), on the CPU."""
+        logits: Tensor = self.model.expert_logits(part.features.to(self.bench.device), name)
+        return logits.cpu()
+
+    def predict(self, test: Part) -> tuple[Tensor, Tensor | None]:
+        routed = self.route(test)
+        places = torch.tensor([self.ids.index(name) for name in self.model.classes])
+        return places[routed.logits.argmax(1)], None if self.joint else routed.expert
+
+    def predict_known(self, test: Part, t: int) -> Tensor:
         own = torch.tensor([self.ids.index(name) for name in self.stream[t].classes])
-        z, layer = test.features.to(self.bench.device), self.trainer.tuner.layer
-        return own[layer.expert_logits(z, self.stream[t].name).argmax(1).cpu()]
+        return own[self.expert_logits(test, self.stream[t].name).argmax(1)]
 
     def parameters(self) -> int:
-        layer = self.trainer.tuner.layer
-        modules = sum(p.numel() for name in layer.configs for p in layer.luca_parameters(name).values())
-        return modules + sum(layer.luca_class_rows[name].numel() + 1 for name in layer.configs)
+        return sum(p.numel() for name, p in self.model.named_parameters() if "luca_" in name)
 
     def bytes(self) -> int:
         return sum(file.stat().st_size for file in Path(self.folder.name).rglob("*.safetensors"))
 
     def close(self) -> None:
-        self.bench.model = self.trainer.tuner.unload()
+        self.bench.model = self.model.base_model.unload()
         self.folder.cleanup()
 
 
@@ -110,59 +102,55 @@ class JointLuca(Luca):
     joint = True
 
 
-# ---- closed forms, which keep sums that grow with no task ---------------------------------------------------------
+# ---- closed forms ------------------------------------------------------------------------------------------------
 
 
-class ClosedForm:
+class ClosedForm(Method):
     """
-    What is computed anew, after each task, from all images seen. Features are kept here in place of the sums that
-    would do, whose size `bytes` counts.
+    A classifier that is computed anew after each task from all images seen. It keeps their features; `bytes` counts
+    the sums that would do.
     """
 
-    joint, passes_itself = False, False
+    def __init__(self, *run: Any) -> None:
+        super().__init__(*run)
+        self.x, self.y = torch.empty(0, self.bench.width).double(), torch.empty(0).long()
 
-    def __init__(self, bench: Bench, stream: Any, ids: tuple[str, ...], seed: int) -> None:
-        self.bench, self.stream, self.ids, self.seed = bench, stream, ids, seed
-        self.x, self.y = torch.empty(0, bench.width).double(), torch.empty(0).long()
-
-    def learn(self, task: Any, train: Part) -> None:
+    def fit(self, task: Any, train: Part) -> None:
         self.x = torch.cat([self.x, self.bench.unit(train.features)])
         self.y = torch.cat([self.y, train.labels])
-        self.scores = self.fit(self.x, self.y)
+        self.scores = self.solve(self.x, self.y, self.seed)
 
-    def fit(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
-        """What scores the classes seen: (images, d) → (images, classes)."""
+    @staticmethod
+    def solve(x: Tensor, y: Tensor, seed: int) -> Callable[[Tensor], Tensor]:
+        """The function that scores the classes seen: (images, d) → (images, classes)."""
         raise NotImplementedError
 
-    def answer(self, test: Part) -> tuple[Tensor, Tensor | None]:
+    def predict(self, test: Part) -> tuple[Tensor, Tensor | None]:
         return self.scores(self.bench.unit(test.features)).argmax(1), None
 
     def parameters(self) -> int:
         return len(self.ids) * self.bench.width
 
-    def bytes(self) -> int:
-        return 4 * self.parameters()
-
-    def close(self) -> None:
-        pass
-
 
 class SimpleCil(ClosedForm):
     """The nearest class mean, by cosine."""
 
-    def fit(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
+    @staticmethod
+    def solve(x: Tensor, y: Tensor, seed: int) -> Callable[[Tensor], Tensor]:
         means = F.normalize(torch.stack([x[y == k].mean(0) for k in range(int(y.max()) + 1)]), dim=1)
-        return lambda z: z @ means.T
+        return lambda z: F.normalize(z, dim=1) @ means.T
 
 
 class Lda(ClosedForm):
-    """Linear discriminants of class means and one shrunk covariance, every class as likely."""
+    """Linear discriminants of class means and one shrunk covariance, all classes equally likely."""
 
-    def fit(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
-        if y.max() == 0:
-            return lambda z: torch.zeros(len(z), 1)  # one class so far
-        uniform = np.full(int(y.max()) + 1, 1 / (int(y.max()) + 1))
-        lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=uniform).fit(x.numpy(), y.numpy())
+    @staticmethod
+    def solve(x: Tensor, y: Tensor, seed: int) -> Callable[[Tensor], Tensor]:
+        classes = int(y.max()) + 1
+        if classes == 1:
+            return lambda z: torch.zeros(len(z), 1)
+        lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=np.full(classes, 1 / classes))
+        lda.fit(x.numpy(), y.numpy())
         return lambda z: torch.from_numpy(lda.predict_log_proba(z.numpy()))
 
     def bytes(self) -> int:
@@ -170,10 +158,24 @@ class Lda(ClosedForm):
 
 
 class RanPac(ClosedForm):
-    """Ridge regression on 10,000 random ReLU features."""
+    """Ridge regression on 10,000 random ReLU features, of the strength of best leave-one-out accuracy in training."""
 
-    def fit(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
-        return fit_ranpac(x, y, self.seed)
+    @staticmethod
+    def solve(x: Tensor, y: Tensor, seed: int) -> Callable[[Tensor], Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        directions = torch.randn(x.shape[1], RANPAC_WIDTH, generator=generator).double()
+        h, targets = torch.relu(x @ directions).float(), torch.eye(int(y.max()) + 1).double()[y]
+        values, basis = torch.linalg.eigh((h @ h.T).double())
+        values, turned = values.clamp(min=0), basis.T @ targets
+        best: tuple[float, Any] = (-1.0, None)
+        for strength in float(values.mean()) * 10.0 ** np.arange(-4, 3.1, 0.5):
+            dual = basis @ (turned / (values + strength)[:, None])
+            diagonal = (basis.square() / (values + strength)).sum(dim=1)
+            left_out = float(((targets - dual / diagonal[:, None]).argmax(1) == y).double().mean())
+            if left_out > best[0]:
+                best = (left_out, dual)
+        weights = h.T.double() @ best[1]
+        return lambda z: torch.relu(z @ directions) @ weights
 
     def parameters(self) -> int:
         return len(self.ids) * RANPAC_WIDTH
@@ -195,49 +197,44 @@ def fit_probe(x: Tensor, y: Tensor) -> LogisticRegression:
     return probe.fit(x.numpy(), y.numpy())
 
 
-class Probes:
-    """A linear probe per task; the one that is most certain of its own classes answers."""
+def most_certain(logits: list[Tensor], classes: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Of classifiers over classes of their own, (images, K) each: the answer of the one of lowest entropy, and it."""
+    entropies = [torch.special.entr(part.softmax(1)).sum(1) for part in logits]
+    chosen = torch.stack(entropies, dim=1).argmin(dim=1)
+    labels = torch.stack([own[part.argmax(1)] for own, part in zip(classes, logits, strict=True)], dim=1)
+    return labels.gather(1, chosen[:, None])[:, 0], chosen
 
-    joint, passes_itself = False, False
 
-    def __init__(self, bench: Bench, stream: Any, ids: tuple[str, ...], seed: int) -> None:
-        self.bench, self.stream, self.ids = bench, stream, ids
+class Probes(Method):
+    """A linear probe per task; the one of lowest entropy over its own classes answers."""
+
+    def __init__(self, *run: Any) -> None:
+        super().__init__(*run)
         self.probes: list[LogisticRegression] = []
         self.classes: list[Tensor] = []
 
     def inputs(self, part: Part) -> Tensor:
         return self.bench.unit(part.features) * self.bench.width**0.5  # numbers of about 1
 
-    def learn(self, task: Any, train: Part) -> None:
-        if len(task.classes) < 2:
-            raise SystemExit(
-                f"task {task.name!r} has one class, which a linear probe cannot tell from anything. Take an increment "
-                "of at least 2 for this method."
-            )
+    def fit(self, task: Any, train: Part) -> None:
         own, labels = train.labels.unique(return_inverse=True)
+        if len(own) < 2:
+            raise SystemExit(f"the task {task.name!r} has one class. A probe needs two: take --increment 2 or more.")
         self.classes.append(own)
         self.probes.append(fit_probe(self.inputs(train), labels))
 
-    def log_probabilities(self, test: Part, t: int) -> Tensor:
+    def logits(self, test: Part, t: int) -> Tensor:
         return torch.from_numpy(self.probes[t].predict_log_proba(self.inputs(test).numpy()))
 
-    def answer(self, test: Part) -> tuple[Tensor, Tensor | None]:
-        found = [self.log_probabilities(test, t) for t in range(len(self.probes))]
-        chosen = torch.stack([entropy(part[:, None])[:, 0] for part in found], dim=1).argmin(dim=1)
-        labels = torch.stack([own[part.argmax(1)] for own, part in zip(self.classes, found, strict=True)], dim=1)
-        return labels.gather(1, chosen[:, None])[:, 0], None if self.joint else chosen
+    def predict(self, test: Part) -> tuple[Tensor, Tensor | None]:
+        labels, chosen = most_certain([self.logits(test, t) for t in range(len(self.probes))], self.classes)
+        return labels, None if self.joint else chosen
 
-    def answer_known(self, test: Part, t: int) -> Tensor:
-        return self.classes[t][self.log_probabilities(test, t).argmax(1)]
+    def predict_known(self, test: Part, t: int) -> Tensor:
+        return self.classes[t][self.logits(test, t).argmax(1)]
 
     def parameters(self) -> int:
         return sum(len(own) for own in self.classes) * (self.bench.width + 1)
-
-    def bytes(self) -> int:
-        return 4 * self.parameters()
-
-    def close(self) -> None:
-        pass
 
 
 class JointProbe(Probes):
@@ -251,13 +248,13 @@ class SequentialHead(Probes):
 
     epochs, batch, rate = 20, 48, 1e-3
 
-    def __init__(self, bench: Bench, stream: Any, ids: tuple[str, ...], seed: int) -> None:
-        super().__init__(bench, stream, ids, seed)
-        torch.manual_seed(seed)
-        self.head = nn.Linear(bench.width, len(ids))
-        self.seen = torch.full((len(ids),), -torch.inf)  # a class that has not come yet cannot be answered
+    def __init__(self, *run: Any) -> None:
+        super().__init__(*run)
+        torch.manual_seed(self.seed)
+        self.head = nn.Linear(self.bench.width, len(self.ids))
+        self.seen = torch.full((len(self.ids),), -torch.inf)  # a class that has not come yet cannot be answered
 
-    def learn(self, task: Any, train: Part) -> None:
+    def fit(self, task: Any, train: Part) -> None:
         self.seen[train.labels.unique()] = 0.0
         inputs, optimizer = self.inputs(train).float(), torch.optim.AdamW(self.head.parameters(), lr=self.rate)
         for _ in range(self.epochs):
@@ -268,14 +265,113 @@ class SequentialHead(Probes):
                 optimizer.step()
 
     @torch.no_grad()
-    def answer(self, test: Part) -> tuple[Tensor, Tensor | None]:
+    def predict(self, test: Part) -> tuple[Tensor, Tensor | None]:
         return (self.head(self.inputs(test).float()) + self.seen).argmax(1), None
 
     def parameters(self) -> int:
         return len(self.ids) * (self.bench.width + 1)
 
 
-METHODS: dict[str, Any] = {
+# ---- LoRA, which moves the backbone, so that no [CLS] can be kept ---------------------------------------------------
+
+
+class Lora(Method):
+    """
+    LoRA on query and value, with the values of PEFT's guide to image classification (rank 16, α 16, dropout 0.1,
+    learning rate 5e-3): an adapter and a linear head per task; the head of lowest entropy over its classes answers.
+    """
+
+    runs_backbone = True
+    epochs, batch, rate, rank = 3, 32, 5e-3, 16
+
+    def __init__(self, *run: Any) -> None:
+        super().__init__(*run)
+        torch.manual_seed(self.seed)
+        backbone = self.bench.model
+        head = find_head(backbone, LucaConfig())
+        self.head_name, self.width = head.name, head.input_width
+        self.base_head = backbone.get_submodule(head.name)
+        backbone.set_submodule(head.name, nn.Identity())
+        names = {name.split(".")[-1] for name, _ in backbone.named_modules()}
+        targets = [name for name in ("q_proj", "v_proj", "query", "value") if name in names]
+        self.config = LoraConfig(r=self.rank, lora_alpha=16, lora_dropout=0.1, target_modules=targets)
+        self.peft: Any = None
+        self.heads: list[nn.Linear] = []
+        self.classes: list[Tensor] = []  # label ids of each head
+
+    def add_task(self, task: Any, own: Tensor) -> None:
+        """A new adapter and a new head."""
+        if self.peft is None:
+            self.peft = get_peft_model(self.bench.model, self.config, adapter_name=task.name)
+        else:
+            self.peft.add_adapter(task.name, self.config)
+            self.peft.set_adapter(task.name)
+        self.heads.append(nn.Linear(self.width, len(own)).to(self.bench.device))
+        self.classes.append(own)
+
+    def fit(self, task: Any, train: Part) -> None:
+        self.add_task(task, train.labels.unique())
+        head, own = self.heads[-1], self.classes[-1]
+        place = torch.full((len(self.ids),), -1)
+        place[own] = torch.arange(len(own))
+        weights = [p for p in self.peft.parameters() if p.requires_grad] + list(head.parameters())
+        optimizer = torch.optim.AdamW(weights, lr=self.rate)
+        steps = self.epochs * -(-len(train) // self.batch)
+        decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        self.peft.train()
+        for _ in range(self.epochs):
+            for rows in torch.randperm(len(train)).split(self.batch):
+                logits = self.of_head(head(self.peft(self.bench.pixels(train, rows)).logits), own)
+                loss = F.cross_entropy(logits, place[train.labels[rows]].to(self.bench.device))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                decay.step()
+        self.peft.eval()
+
+    def of_head(self, logits: Tensor, own: Tensor) -> Tensor:
+        return logits
+
+    @torch.no_grad()
+    def logits(self, test: Part, t: int) -> Tensor:
+        if len(self.heads) > 1:
+            self.peft.set_adapter(self.stream[t].name)
+        rows = torch.arange(len(test)).split(BATCH)
+        found = torch.cat([self.heads[t](self.peft(self.bench.pixels(test, r)).logits).cpu() for r in rows])
+        return self.of_head(found, self.classes[t])
+
+    def predict(self, test: Part) -> tuple[Tensor, Tensor | None]:
+        return most_certain([self.logits(test, t) for t in range(len(self.heads))], self.classes)
+
+    def predict_known(self, test: Part, t: int) -> Tensor:
+        return self.classes[t][self.logits(test, t).argmax(1)]
+
+    def parameters(self) -> int:
+        adapters = sum(p.numel() for name, p in self.peft.named_parameters() if "lora_" in name)
+        return adapters + sum(p.numel() for head in self.heads for p in head.parameters())
+
+    def close(self) -> None:
+        self.bench.model = self.peft.unload()
+        self.bench.model.set_submodule(self.head_name, self.base_head)
+
+
+class SequentialLora(Lora):
+    """One adapter and one head for all tasks, trained on one task after another: what forgetting looks like."""
+
+    def add_task(self, task: Any, own: Tensor) -> None:
+        if self.peft is None:
+            super().add_task(task, torch.arange(len(self.ids)))
+            self.classes[0] = own
+        self.classes[0] = torch.cat([self.classes[0], own]).unique()
+
+    def of_head(self, logits: Tensor, own: Tensor) -> Tensor:
+        return logits[:, own.to(logits.device)]
+
+    def predict(self, test: Part) -> tuple[Tensor, Tensor | None]:
+        return self.predict_known(test, 0), None
+
+
+METHODS: dict[str, type[Method]] = {
     "luca": Luca,
     "luca_gaussian": LucaGaussian,
     "luca_paper": LucaPaper,

@@ -1,13 +1,20 @@
 """
-The page of results, its pictures and the README's summary, from the results files and the configs alone.
+Fills the generated parts of the README and of the pages in docs from the results files and the configs, and draws the
+pictures of docs/images. A generated part stands between two marks, and may stand on any page:
+
+    <!-- NAME, made by examples/benchmarks/report.py -->
+    <!-- end of the NAME -->
+
+NAME is one of `PARTS`.
 
     python examples/benchmarks/report.py
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +24,11 @@ import matplotlib.pyplot as plt
 
 matplotlib.use("Agg")
 HERE = Path(__file__).parent
-DOCS = HERE.parent.parent / "docs"
+ROOT = HERE.parent.parent
+RESULTS, CONFIGS, DOCS = HERE / "results", HERE / "configs", ROOT / "docs"
+MARKS = re.compile(
+    r"(<!-- (\w+), made by examples/benchmarks/report\.py -->\n).*?(<!-- end of the \2 -->\n)", flags=re.DOTALL
+)
 # In the order of the tables, with the words for them.
 METHODS = {
     "luca": "LuCA, `entropy`",
@@ -26,9 +37,9 @@ METHODS = {
     "simplecil": "class means (SimpleCIL)",
     "lda": "LDA",
     "ranpac": "RanPAC, 10,000",
-    "probes": "linear probe a task, entropy",
+    "probes": "linear probe per task, entropy",
     "sequential_head": "one linear head, task after task",
-    "lora": "LoRA a task, entropy",
+    "lora": "LoRA per task, entropy",
     "sequential_lora": "one LoRA, task after task",
     "joint_probe": "*joint linear probe*",
     "joint_luca": "*joint LuCA*",
@@ -47,32 +58,25 @@ FIGURES = {
     "right expert": "routing_accuracy",
     "task known": "task_known_accuracy",
 }
-COSTS = {
-    "parameters": "parameters_per_task",
-    "bytes": "bytes_per_task",
-    "learning": "learning_passes",
-    "answering": "answering_passes",
+COSTS = {"parameters": ",.0f", "bytes": ",.0f"}, {"learning": ".2f", "answering": ".2f"}
+IN_SUMMARY = {
+    "luca": "LuCA `entropy`",
+    "luca_gaussian": "LuCA `gaussian`",
+    "luca_paper": "paper's recipe",
+    "simplecil": "class means",
+    "lda": "LDA",
+    "ranpac": "RanPAC",
+    "probes": "probe per task",
+    "sequential_head": "one head",
+    "lora": "LoRA per task",
+    "joint_probe": "*joint probe*",
 }
-ABLATED = {
-    "last_accuracy": "A_B, `entropy`",
-    "average_accuracy": "Ā",
-    "task_known_accuracy": "task known",
-    "sparsity": "zeros",
-    "overlap": "overlap",
-    "cosine": "cosine",
-    "subspace_cosine": "subspaces",
-}
-PATHS = {
-    "entropy": "A_B, `entropy`",
-    "entropy_of_own_classes": "A_B, entropy over own classes alone",
-    "routing_accuracy": "right expert",
-    "task_known_accuracy": "task known",
-}
-TABLE = """| {head} |
-|{line}|
-{rows}
-"""
-MIB, GIB = 2**20, 2**30
+# Routers that there are, with the names that results files of earlier versions have for them.
+ROUTERS = {"entropy": "entropy", "energy": "energy", "prototype": "lda", "lda": "lda", "gaussian": "gaussian"}
+ROUTERS |= {"ridge": "ridge"}
+ROUTING_SETS = {"digits": "digits, 5 tasks", "emoji_14": "emoji, 14 tasks", "emoji_29": "emoji, 29 tasks"}
+SHARE = "share of the backbone's time, median"
+MIB = 2**20
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -81,20 +85,18 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    return TABLE.format(
-        head=" | ".join(head), line="|".join("---" for _ in head), rows="\n".join(f"| {' | '.join(r)} |" for r in rows)
-    )
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def share(figure: dict[str, Any] | None) -> str:
+    """Mean ± deviation."""
     if figure is None:
         return ""
-    deviation = "" if figure["deviation"] is None else f" ± {figure['deviation']:.3f}"
-    return f"{figure['mean']:.3f}{deviation}"
+    return f"{figure['mean']:.3f}" + ("" if figure["deviation"] is None else f" ± {figure['deviation']:.3f}")
 
 
-def count(figure: float) -> str:
-    return f"{figure:,.0f}"
+# ---- methods on streams ------------------------------------------------------------------------------------------
 
 
 def rows_of(results: Path, stream: str) -> dict[str, dict[str, Any]]:
@@ -103,317 +105,169 @@ def rows_of(results: Path, stream: str) -> dict[str, dict[str, Any]]:
     return {method: read(path) for method, path in paths.items() if path.is_file()}
 
 
-def of_a_stream(stream: str, title: str, rows: dict[str, dict[str, Any]]) -> str:
-    first = next(iter(rows.values()))["stream"]
-    tasks, lines = first["tasks"], []
-    for method, row in rows.items():
-        summary = row["summary"]
-        cells = [METHODS[method], *(share(summary.get(name)) for name in FIGURES.values())]
-        cells += [count(summary[COSTS[name]]["mean"]) for name in ("parameters", "bytes")]
-        cells += [f"{summary[COSTS[name]]['mean']:.2f}" for name in ("learning", "answering")]
-        lines.append([*cells, str(len(row["seeds"]))])
-    sizes = f"{len(tasks)} tasks of {tasks[0]}" if len(set(tasks)) == 1 else f"tasks of {', '.join(map(str, tasks))}"
-    return (
-        f"### {title}\n\n`{first['model']}`, {first['classes']} classes, {sizes} classes; "
-        f"{first['train_images']:,} train and {first['test_images']:,} test images (`results/{stream}/`).\n\n"
-        + table(["", *FIGURES, *COSTS, "seeds"], lines)
-    )
-
-
-# ---- growth ------------------------------------------------------------------------------------------------------
-
-
-def growth_tables(growth: dict[str, Any]) -> str:
-    rows = growth["rows"]
-    head = ["experts", "classes", "`entropy`", "`gaussian`", "learning one, s", "`entropy`, passes"]
-    head += ["`gaussian`, passes", "`gaussian` ready, s", "experts, MiB", "statistics, MiB", "`results.json`, MiB"]
-    head += ["process, GiB"]
-    lines = [
-        [
-            count(row["experts"]),
-            count(row["classes"]),
-            f"{row['entropy accuracy']:.3f}",
-            f"{row['gaussian accuracy']:.3f}",
-            f"{row['learning the last experts, seconds each']:.2f}",
-            f"{row['entropy passes per image']:.3f}",
-            f"{row['gaussian passes per image']:.3f}",
-            f"{row['gaussian made ready, seconds']:.2f}",
-            f"{row['experts on disk, bytes'] / MIB:.1f}",
-            f"{row['statistics on disk, bytes'] / MIB:.1f}",
-            f"{row['results.json, bytes'] / MIB:.2f}",
-            f"{row['process, GiB of anonymous memory']:.2f}",
-        ]
-        for row in rows
-    ]
-    last = rows[-1]
-
-    def at(experts: int) -> list[str]:
-        times = experts / last["experts"]
-        return [
-            count(experts),
-            count(experts * growth["classes_each"]),
-            f"{last['entropy passes per image'] * times**2:,.0f}",
-            f"{last['gaussian passes per image'] * times:,.1f}",
-            f"{last['gaussian made ready, seconds'] * times / 60:,.1f}",
-            f"{last['experts in memory, bytes'] * times / GIB:,.1f}",
-            f"{last['statistics in memory, bytes'] * times / GIB:,.1f}",
-            f"{last['results.json, bytes'] * times**2 / GIB:,.1f}",
-        ]
-
-    paper = ["experts", "classes", "`entropy`, passes", "`gaussian`, passes", "`gaussian` ready, min"]
-    paper += ["experts, GiB", "statistics, GiB", "`results.json`, GiB"]
-    ends = ends_of(last)
-    return f"""\
-Experts of {growth["classes_each"]} classes each, taught and saved by `ContinualTrainer` one after another from
-{growth["images"]} drawn [CLS] a class, {growth["width"]} wide, in {growth["epochs"]} epochs. A class's mean is drawn
-from a Gaussian with the covariance of the class means of {growth["covariances_of"]}, an image from a Gaussian around
-it with the covariance within its classes. {growth["tests"]} test images of classes drawn from all; passes of
-`{growth["model"]}`; sizes on disk; times are processor time (`results/growth.json`).
-
-{table(head, lines)}
-On paper, from the last row: `entropy` scores every class under every expert, and `results.json` holds the accuracy of
-every task after every task, so that both grow with the square of the number of experts; all else grows with it.
-
-{table(paper, [at(experts) for experts in (1_000, 10_000, 100_000) if experts > last["experts"]])}
-Where each part becomes the bottleneck, by the same reckoning:
-
-- `entropy` takes as long as the backbone itself from about {count(ends["entropy"])} experts on, `gaussian` from about
-  {count(ends["gaussian"])}.
-- Experts and statistics fill 16 GiB at about {count(ends["memory"])} experts; statistics are
-  {ends["statistics"]:.1f} times as large as the experts.
-- Making `gaussian` ready, once after loading, takes a minute from about {count(ends["ready"])} experts on.
-- `results.json` passes 1 GiB at about {count(ends["results"])} experts, and is written after every task.
-- Learning an expert takes {rows[0]["learning the last experts, seconds each"]:.2f} s with {rows[0]["experts"]}
-  experts and {last["learning the last experts, seconds each"]:.2f} s with {count(last["experts"])}.
-- Accuracy goes from {rows[0]["entropy accuracy"]:.3f} with {rows[0]["experts"]} experts to
-  {last["entropy accuracy"]:.3f} with {count(last["experts"])} by `entropy`, and to {last["gaussian accuracy"]:.3f} by
-  `gaussian`.
-"""
-
-
-def ends_of(last: dict[str, Any]) -> dict[str, float]:
-    """Numbers of experts at which a part takes too much, to two digits; and how much heavier statistics are."""
-    experts = last["experts"]
-    both = last["experts in memory, bytes"] + last["statistics in memory, bytes"]
-    found = {
-        "entropy": experts / last["entropy passes per image"] ** 0.5,
-        "gaussian": experts / last["gaussian passes per image"],
-        "memory": experts * 16 * GIB / both,
-        "ready": experts * 60 / last["gaussian made ready, seconds"],
-        "results": experts * (GIB / last["results.json, bytes"]) ** 0.5,
-    }
-    rounded = {name: float(f"{value:.2g}") for name, value in found.items()}
-    return rounded | {"statistics": last["statistics in memory, bytes"] / last["experts in memory, bytes"]}
-
-
-# ---- the other parts -----------------------------------------------------------------------------------------------
-
-
-def layerwise_tables(layerwise: dict[str, Any]) -> str:
-    counts, times = layerwise["parameters"], layerwise["times_lucas"]
-    parameters = [[name, count(number), f"{times[name]:.2f}"] for name, number in counts.items()]
-    ours = layerwise["passes_of_all_epochs"]
-    passes = [[name, f"{value:.2f}", f"{ours[name]:.1f}"] for name, value in layerwise["passes_of_an_epoch"].items()]
-    adapter = next(name for name in times if name.startswith("adapter"))
-    epochs = layerwise["epochs"]
-    return f"""\
-Numbers to learn for one task on a ViT-B/16, without the head's {count(768)} a class, counted by code
-(`results/layerwise.json`). The paper says about 8 times fewer than layer-wise adapters; an adapter in every block has
-{times[adapter]:.1f} times LuCA's.
-
-{table(["", "parameters", "times LuCA's"], parameters)}
-Prompt methods are counted, not run. Their pools serve all tasks together and do not grow with them.
-
-Processor time of learning, in passes of the backbone over the train images ({layerwise["images"]} images, median of
-{layerwise["rounds"]} rounds). The adapter's epoch takes {layerwise["adapter_over_released"]:.2f} times that of the
-released procedure; the paper says about 2.5 times, for the whole run. With [CLS] kept, as here, {epochs} epochs take
-one pass and what the tables above add to it.
-
-{table(["", "one epoch", f"{epochs} epochs"], passes)}"""
-
-
-def ablation_tables(results: Path) -> str:
-    """The paper's ablations, one table for each data set that has been measured."""
+def streams(results: Path) -> str:
+    own = {path.name: path.name for path in sorted(results.iterdir()) if path.is_dir() and path.name not in STREAMS}
     parts = []
-    for path in sorted(results.glob("ablations_*.json")):
-        content = read(path)
-        columns = [name for name in ABLATED if name in next(iter(content["summary"].values()))]
-        lines = [[name, *(share(row[column]) for column in columns)] for name, row in content["summary"].items()]
-        title = path.stem.removeprefix("ablations_").capitalize()
-        parts.append(f"{title} (`results/{path.name}`):\n\n{table(['', *(ABLATED[c] for c in columns)], lines)}")
+    for stream, title in (STREAMS | own).items():
+        rows = rows_of(results, stream)
+        if not rows:
+            continue
+        lines = []
+        for method, row in rows.items():
+            summary = row["summary"]
+            cells = [METHODS[method], *(share(summary.get(name)) for name in FIGURES.values())]
+            cells += [f"{summary[f'{name}_per_task']['mean']:{form}}" for name, form in COSTS[0].items()]
+            cells += [f"{summary[f'{name}_passes']['mean']:{form}}" for name, form in COSTS[1].items()]
+            lines.append([*cells, str(len(row["seeds"]))])
+        first = next(iter(rows.values()))["stream"]
+        tasks = first["tasks"]
+        alike, listed = len(set(tasks)) == 1, ", ".join(map(str, tasks))
+        sizes = f"{len(tasks)} tasks of {tasks[0]}" if alike else f"tasks of {listed}"
+        parts.append(
+            f"### {title}\n\n`{first['model']}`, {first['classes']} classes, {sizes} classes; "
+            f"{first['train_images']:,} train and {first['test_images']:,} test images (`results/{stream}/`).\n\n"
+            + table(["", *FIGURES, *COSTS[0], *COSTS[1], "seeds"], lines)
+        )
     return "\n".join(parts)
 
 
-def path_tables(paths: dict[str, Any]) -> str:
-    """Ways to better entropy routing: a row for each, and what was measured beside on the recipe's experts."""
-    rows, beside = [], []
-    for name, figures in paths["summary"].items():
-        rows.append([name, *(share(figures[column]) for column in PATHS)])
-        beside += [[name, figure, share(value)] for figure, value in figures.items() if figure not in PATHS]
-    return (
-        table(["", *PATHS.values()], rows)
-        + "\nOther ways to choose with the same experts:\n\n"
-        + table(["experts of", "", "A_B, or share of images"], beside)
-    )
-
-
-def recipes(configs: list[dict[str, Any]]) -> str:
-    lines = []
-    for config in configs:
-        train, cut = config.get("train_split", "train"), f"{config['increment']} a task"
-        splits = f"`{train}`, `{config['test_split']}`" if "test_split" in config else f"`{train}`"
-        if "test_size" in config:
-            splits += f", {config['test_size']:.0%} held out"
-        order = "seed 1993" if config.get("class_order", "seeded") == "seeded" else "of the folders"
-        columns = f"`{config['image_column']}`, `{config.get('label_column', 'label')}`"
-        name, size = f"`{config['name']}`", str(config["image_size"])
-        lines.append([name, f"`{config['dataset']}`", columns, cut, splits, order, size])
-    return table(["config", "data set", "columns", "classes", "splits", "class order", "pixels"], lines)
-
-
-PAGE = """\
-# Results, side by side
-
-Made by `examples/benchmarks/report.py` from the files in `examples/benchmarks/results`, each of which has its command,
-versions, seeds and kind of machine. Every image is answered by itself, without being told its task. All methods of a
-stream see the same images in the same order and, where they learn from [CLS], the same vectors: those of the closed
-forms and linear heads are standardised by the [reference](concepts.md) and of length 1.
-
-```bash
-B=examples/benchmarks
-python $B/run.py $B/configs/digits.json --method luca      # one row
-python $B/run.py --all                                     # every row that needs no network
-python $B/run.py --method luca --name mine --dataset path/to/images --increment 10
-python $B/report.py                                        # this page
-```
-
-The emoji and the backbone `dinov2-small` do not come with the package: take others with `--dataset` and `--model`.
-
-## Streams
-
-Mean ± deviation over the seeds, each of which decides the class order and the training.
-
-| | |
-|---|---|
-| Ā, A_B | average incremental accuracy, and accuracy after the last task, on all classes seen |
-| forgetting | how far tasks fell below their best |
-| right expert, task known | share of images answered by their own task's expert; accuracy if that expert answers |
-| parameters, bytes | numbers learnt, and bytes kept from one task to the next, per task |
-| learning, answering | processor time in passes of the backbone over the train and the test images |
-
-*Italics*: all classes at once, a bound. One LoRA seed on emoji; LoRA has the values of PEFT's guide and 3 epochs. The
-paper's recipe runs on [CLS] without augmentation here.
-
-{streams}
-![Accuracy against the number of classes](images/accuracy.png)
-
-## Against methods that move every layer
-
-{layerwise}
-## Growth
-
-{growth}
-![Accuracy and time of routing against the number of experts](images/growth.png)
-
-## Ablations
-
-One change at a time from the own recipe, mean ± deviation over 3 class orders (`ablations.py`). Zeros: share of a
-LuCA module's parameters that are exactly zero, which the penalty's gradient never makes and its proximal step does.
-Overlap, of two experts: numbers that neither has at zero among those that one has not. Cosine: of their weight
-matrices. Subspaces: cosine of the principal angles between the row spaces of their first weights, root mean square;
-random ones have the root of 1 over the reduction, 0.25 for 16.
-
-{ablations}
-## Ways to better `entropy` routing
-
-One change at a time from the own recipe on emoji in 14 tasks, mean ± deviation over {orders} class orders
-(`results/entropy_paths_emoji.json`); [routing](routing.md#tried) says what was learnt from it. "Strangers" are
-pseudo-features drawn from the statistics of other experts' classes: experts trained on them depend on which others
-there are.
-
-{paths}
-## What a module does to [CLS]
-
-t-SNE of the test images of the last task of `{tsne_stream}`, each seen by its own task's expert. Silhouette of the
-classes, by cosine, before t-SNE: {silhouettes} (`results/tsne.json`).
-
-![t-SNE of [CLS], of the adapter alone, and of LuCA](images/tsne.png)
-
-## Not measured yet
-
-The paper's data sets have their configs, with the paper's hyperparameters and the backbone
-`google/vit-base-patch16-224-in21k`; `source` in each says where its id, columns and splits were read. Their loading is
-tested on small local data sets of the same columns, label types and folders. **No figure of them has been measured.**
-
-{recipes}{unfinished}"""
-
-
-# ---- the README's summary ------------------------------------------------------------------------------------------
-
-
-IN_README = "luca luca_gaussian luca_paper simplecil lda ranpac probes sequential_head lora joint_probe".split()
-BEGINS, ENDS = "<!-- summary, made by examples/benchmarks/report.py -->\n", "<!-- end of the summary -->\n"
-
-
 def summary(results: Path) -> str:
-    """At most twelve lines: last accuracy of methods on streams, and what is counted and grown."""
+    """At most twelve lines, for the README."""
     lines = []
     for stream in STREAMS:
         rows = rows_of(results, stream)
         last = {method: f"{row['summary']['last_accuracy']['mean']:.3f}" for method, row in rows.items()}
-        lines.append([f"`{stream}`", *(last.get(method, "") for method in IN_README)])
-    times = read(results / "layerwise.json")["times_lucas"]
-    adapter = next(value for name, value in times.items() if name.startswith("adapter"))
+        lines.append([f"`{stream}`", *(last.get(method, "") for method in IN_SUMMARY)])
     grown = read(results / "growth.json")["rows"][-1]
-    head = ["last accuracy", "LuCA `entropy`", "LuCA `gaussian`", "paper's recipe", "class means", "LDA", "RanPAC"]
-    head += ["probe a task", "one head", "LoRA a task", "*joint probe*"]
     return f"""\
-Side by side, with costs, deviations and pictures: [results](docs/results.md). Task by task unless in italics.
-
-{table(head, lines)}
-An adapter in every block has {adapter:.1f} times the parameters. With {count(grown["experts"])} drawn experts,
-`entropy` reaches {grown["entropy accuracy"]:.3f}, `gaussian` {grown["gaussian accuracy"]:.3f}.
+{table(["last accuracy", *IN_SUMMARY.values()], lines)}
+An adapter in every block has {adapter_times(results):.1f} times the parameters. With {grown["experts"]:,} drawn
+experts, `entropy` reaches {grown["entropy accuracy"]:.3f}, `gaussian` {grown["gaussian accuracy"]:.3f}.
 """
 
 
-def with_summary(readme: str, text: str) -> str:
-    """The README with the summary between its marks."""
-    before, rest = readme.split(BEGINS)
-    return before + BEGINS + text + ENDS + rest.split(ENDS)[1]
-
-
-def unfinished(results: Path, configs: list[dict[str, Any]]) -> list[str]:
-    """Rows that need no network and whose results are not there, or not of every seed."""
+def unfinished(results: Path) -> str:
+    """Runs that need no network and whose results are not there, or not of every seed."""
     found = []
-    for config in configs:
+    for config in map(read, sorted(CONFIGS.glob("*.json"))):
         for method, changes in config["rows"].items() if config["offline"] else ():
             path = results / config["name"] / f"{method}.json"
             seeds = len(read(path)["seeds"]) if path.is_file() else 0
             if seeds < len(changes.get("seeds", range(5))):
                 found.append(f"`{config['name']}`, {METHODS[method].replace('*', '')}: {seeds or 'no'} seeds")
-    return found
+    return f"Of the streams above, not measured in full: {'; '.join(found)}.\n" if found else ""
 
 
-def page(results: Path, configs: Path) -> str:
-    tsne, paths = read(results / "tsne.json"), read(results / "entropy_paths_emoji.json")
-    silhouettes = ", ".join(f"{name} {panel['silhouette']:.3f}" for name, panel in tsne["panels"].items())
-    known = list(map(read, sorted(configs.glob("*.json"))))
-    unmeasured = [config for config in known if not config["offline"]]
-    own = {path.name: path.name for path in sorted(results.iterdir()) if path.is_dir() and path.name not in STREAMS}
-    streams = {stream: rows_of(results, stream) for stream in STREAMS | own}
-    left = unfinished(results, known)
-    return PAGE.format(
-        streams="\n".join(of_a_stream(s, (STREAMS | own)[s], rows) for s, rows in streams.items() if rows),
-        layerwise=layerwise_tables(read(results / "layerwise.json")),
-        growth=growth_tables(read(results / "growth.json")),
-        ablations=ablation_tables(results),
-        orders=len(paths["setting"]["class_order_seeds"]),
-        paths=path_tables(paths),
-        tsne_stream=tsne["stream"],
-        silhouettes=silhouettes,
-        recipes=recipes(unmeasured),
-        unfinished=f"\nOf the streams above, not measured in full: {'; '.join(left)}.\n" if left else "",
-    )
+# ---- routers -----------------------------------------------------------------------------------------------------
+
+
+def routing_results(results: Path) -> list[dict[str, Any]]:
+    return [read(results / f"routing_{name}.json") for name in ROUTING_SETS]
+
+
+def of_routers(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Figures of the routers that there are, by today's names; a results file may have others."""
+    named = {ROUTERS.get(name.split()[0]): figures for name, figures in content["summary"].items()}
+    return {name: figures for name, figures in named.items() if name is not None}
+
+
+def routers(results: Path) -> str:
+    """Last accuracy of every router on the same experts, and of baselines that see all classes at once."""
+    contents = routing_results(results)
+    lines = [
+        [f"`{name}`", *(f"{of_routers(content)[name]['last_accuracy']['mean']:.3f}" for content in contents)]
+        for name in of_routers(contents[0])
+    ]
+    entropies = [content["summary"]["entropy"] for content in contents]
+    beside = {"task_known_accuracy": "task known", "batch_scope_sorted": "`entropy`, batch scope, sorted by class"}
+    beside["batch_scope_shuffled"] = "`entropy`, batch scope, shuffled"
+    lines += [[words, *(f"{found[name]['mean']:.3f}" for found in entropies)] for name, words in beside.items()]
+    baselines = [content["baselines_last_accuracy"] for content in contents]
+    lines += [[f"*{name}*", *(f"{found[name]['mean']:.3f}" for found in baselines)] for name in baselines[0]]
+    return table(["last accuracy A_B", *ROUTING_SETS.values()], lines)
+
+
+def routing_cost(results: Path) -> str:
+    rows = [row for name in ("", "_scale") for row in read(results / f"routing_cost{name}.json")["rows"]]
+    lines = [
+        [
+            f"{row['experts']:,}",
+            f"{row['classes']:,}",
+            f"`{row['router']}`",
+            f"{100 * row[SHARE]:.1f} %",
+            f"{row['made ready once, seconds']:.1f} s" if "made ready once, seconds" in row else "",
+        ]
+        for row in rows
+        if row["router"] in ROUTERS
+    ]
+    return table(["experts", "classes", "router", "share of the backbone's time", "made ready once"], lines)
+
+
+# ---- costs -------------------------------------------------------------------------------------------------------
+
+
+def adapter_times(results: Path) -> float:
+    """How many times LuCA's parameters an adapter in every block has."""
+    times: dict[str, float] = read(results / "layerwise.json")["times_lucas"]
+    return next(value for name, value in times.items() if name.startswith("adapter"))
+
+
+def parameters(results: Path) -> str:
+    content = read(results / "layerwise.json")
+    times = content["times_lucas"]
+    lines = [[name, f"{number:,}", f"{times[name]:.2f}"] for name, number in content["parameters"].items()]
+    return table(["", "parameters", "times LuCA's"], lines)
+
+
+def passes(results: Path) -> str:
+    content = read(results / "layerwise.json")
+    whole = content["passes_of_all_epochs"]
+    lines = [[name, f"{value:.2f}", f"{whole[name]:.1f}"] for name, value in content["passes_of_an_epoch"].items()]
+    return table(["passes of the backbone", "one epoch", f"{content['epochs']} epochs"], lines)
+
+
+def learning_cost(results: Path) -> str:
+    found = read(results / "speed.json")["passes"]
+    return table(["", "passes"], [[name, f"{value:.2f}"] for name, value in found.items()])
+
+
+def silhouettes(results: Path) -> str:
+    panels = read(results / "tsne.json")["panels"].items()
+    return "".join(f"- {name}: {panel['silhouette']:.3f}\n" for name, panel in panels)
+
+
+def growth(results: Path) -> str:
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "experts": lambda row: f"{row['experts']:,}",
+        "classes": lambda row: f"{row['classes']:,}",
+        "`entropy`": lambda row: f"{row['entropy accuracy']:.3f}",
+        "`gaussian`": lambda row: f"{row['gaussian accuracy']:.3f}",
+        "learning one, s": lambda row: f"{row['learning the last experts, seconds each']:.2f}",
+        "`entropy`, passes": lambda row: f"{row['entropy passes per image']:.3f}",
+        "`gaussian`, passes": lambda row: f"{row['gaussian passes per image']:.3f}",
+        "`gaussian` ready, s": lambda row: f"{row['gaussian made ready, seconds']:.2f}",
+        "experts, MiB": lambda row: f"{row['experts on disk, bytes'] / MIB:.1f}",
+        "statistics, MiB": lambda row: f"{row['statistics on disk, bytes'] / MIB:.1f}",
+        "`results.json`, MiB": lambda row: f"{row['results.json, bytes'] / MIB:.2f}",
+        "process, GiB": lambda row: f"{row['process, GiB of anonymous memory']:.2f}",
+    }
+    rows = read(results / "growth.json")["rows"]
+    return table(list(columns), [[form(row) for form in columns.values()] for row in rows])
+
+
+MAKERS = summary, streams, unfinished, routers, routing_cost, parameters, passes, learning_cost, silhouettes, growth
+# Name of a generated part → what makes it.
+PARTS: dict[str, Callable[[Path], str]] = {maker.__name__: maker for maker in MAKERS}
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """A page with its generated parts made anew."""
+
+    def part(found: re.Match[str]) -> str:
+        begin, name, end = found.groups()
+        return f"{begin}\n{content}\n{end}" if (content := PARTS[name](results)) else begin + end
+
+    return MARKS.sub(part, text)
 
 
 # ---- pictures ------------------------------------------------------------------------------------------------------
@@ -472,19 +326,13 @@ def save(figure: Any, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--configs", type=Path, default=HERE / "configs")
-    parser.add_argument("--docs", type=Path, default=DOCS)
-    parser.add_argument("--readme", type=Path, default=DOCS.parent / "README.md")
-    args = parser.parse_args()
-    args.docs.mkdir(parents=True, exist_ok=True)
-    (args.docs / "results.md").write_text(page(args.results, args.configs), encoding="utf-8")
-    readme = args.readme.read_text(encoding="utf-8")
-    args.readme.write_text(with_summary(readme, summary(args.results)), encoding="utf-8")
-    draw_accuracy(args.results, args.docs / "images" / "accuracy.png")
-    draw_growth(read(args.results / "growth.json"), args.docs / "images" / "growth.png")
-    draw_tsne(read(args.results / "tsne.json"), args.docs / "images" / "tsne.png")
+    for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        if MARKS.search(text):
+            page.write_text(filled(text), encoding="utf-8")
+    draw_accuracy(RESULTS, DOCS / "images" / "accuracy.png")
+    draw_growth(read(RESULTS / "growth.json"), DOCS / "images" / "growth.png")
+    draw_tsne(read(RESULTS / "tsne.json"), DOCS / "images" / "tsne.png")
 
 
 if __name__ == "__main__":

@@ -130,10 +130,9 @@ class Pupil:
         self.model.set_router("gaussian")
         images = [image for of_digit in self.probes.values() for image in of_digit]
         features = self.model.pooled_features(self.pixels(images))
-        layer = self.model.base_model.layer
         with torch.no_grad():
-            said = {name: layer.expert_logits(features, name) for name in self.model.experts}
-        answers = [self.model.classes[i] for i in layer.route(features).logits.argmax(dim=1).tolist()]
+            said = {name: self.model.expert_logits(features, name) for name in self.model.experts}
+        answers = [self.model.classes[i] for i in self.model.route_features(features).logits.argmax(dim=1).tolist()]
         truth = [str(digit) for digit, of_digit in self.probes.items() for _ in of_digit]
         right = sum(a == t for a, t in zip(answers, truth, strict=True)) / len(truth)
         return said, answers, right

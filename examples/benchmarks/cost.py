@@ -1,0 +1,478 @@
+"""
+What things cost, on backbones of random weights.
+
+    python examples/benchmarks/cost.py routing      # routing beside the backbone, as experts and classes grow
+    python examples/benchmarks/cost.py learning     # a stream of ten tasks, in passes of the backbone over its images
+    python examples/benchmarks/cost.py parameters   # numbers to learn and one epoch, beside methods that move layers
+    python examples/benchmarks/cost.py overhead     # ContinualTrainer beside a stock Trainer, on the same vectors
+    python examples/benchmarks/cost.py memory       # learning from as many images as ImageNet has
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import datasets
+import numpy as np
+import torch
+import torch.nn.functional as F
+from harness import RESULTS, be_quiet, make_trainer, write_results
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+
+from peft_luca import FeatureDataset, ImageCollator, LucaConfig, TaskStream
+from peft_luca.data.feature_file import PartialFeatures
+from peft_luca.routing.statistics import ClassStatistics
+
+
+BATCH, EPOCHS, TASKS = 48, 20, 10
+BOTTLENECK = 64
+# Pools, for all tasks together. L2P: 10 prompts of 5 tokens with a key each. CODA-Prompt: 100 components of 8 tokens
+# in 5 blocks, each with a key and an attention. (exps/l2p.json, exps/coda_prompt.json of sun-hailong/LAMDA-PILOT.)
+L2P = {"prompts": 10, "tokens": 5}
+CODA = {"components": 100, "tokens": 8, "blocks": 5}
+
+
+def vit(**config: Any) -> ViTForImageClassification:
+    return ViTForImageClassification(ViTConfig(**config)).eval()
+
+
+def processor(size: int) -> ViTImageProcessorPil:
+    return ViTImageProcessorPil(size={"height": size, "width": size})
+
+
+def seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Time of this process, which other work on the machine disturbs little."""
+    started = time.process_time()
+    function(*arguments)
+    return time.process_time() - started
+
+
+def pictures(count: int, classes: int, seed: int = 0, side: int = 64) -> datasets.Dataset:
+    rng = np.random.default_rng(seed)
+    images = [Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in range(count)]
+    columns = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=classes)})
+    return datasets.Dataset.from_dict({"image": images, "label": [i % classes for i in range(count)]}, columns)
+
+
+# ---- routing -----------------------------------------------------------------------------------------------------
+
+
+def random_expert(model: Any, name: str, classes: list[str], rank: int) -> tuple[dict[str, Tensor], ClassStatistics]:
+    """Tensors of an expert, and statistics of random images of the rank asked for."""
+    k, d = len(classes), model.config.hidden_size
+    tensors = {}
+    for key, tensor in get_peft_model_state_dict(model, adapter_name="first").items():
+        own = torch.randn(k, d) if "class_rows" in key else tensor
+        tensors["luca_" + key.split(".luca_")[1]] = own
+    means = F.normalize(torch.randn(k, d, dtype=torch.float64), dim=1)
+    factors = tuple(torch.randn(k, rank, d) / d**0.5)
+    counts, zeros = torch.full((k,), 100.0, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
+    return tensors, ClassStatistics(tuple(classes), counts, means, factors, torch.rand(k, d) / d, zeros)
+
+
+@torch.no_grad()
+def routing(args: Any) -> None:
+    rows: list[dict[str, Any]] = []
+    backbone = vit()
+    pixels, z = torch.randn(args.batch, 3, 224, 224), torch.randn(args.batch, 768)
+    for experts in args.experts:
+        model = get_peft_model(backbone, LucaConfig(classes=["a", "b"]), adapter_name="first")
+        for t in range(experts):
+            classes, name = [f"class {t} {k}" for k in range(args.classes_each)], f"expert_{t}"
+            model.base_model.add_expert(
+                name, LucaConfig(classes=classes).resolve(), *random_expert(model, name, classes, args.rank)
+            )
+        model.delete_adapter("first")
+        for router in args.routers:
+            started = time.perf_counter()
+            model.set_router(router)
+            model.route_features(z[:1])
+            ready = time.perf_counter() - started
+            model.pooled_features(pixels)
+            backbone_times, times = [], []
+            for _ in range(args.rounds):
+                started = time.perf_counter()
+                model.pooled_features(pixels)
+                backbone_times.append(time.perf_counter() - started)
+                started = time.perf_counter()
+                model.route_features(z)
+                times.append(time.perf_counter() - started)
+            shares = [route / trunk for route, trunk in zip(times, backbone_times, strict=True)]
+            rows.append(
+                {
+                    "experts": experts,
+                    "classes": experts * args.classes_each,
+                    "router": router,
+                    "share of the backbone's time, median": round(median(shares), 5),
+                    "share of the backbone's time, worst": round(max(shares), 5),
+                    "routing, milliseconds": round(1000 * median(times), 2),
+                    "backbone, milliseconds": round(1000 * median(backbone_times), 1),
+                    "made ready once, seconds": round(ready, 2),
+                    "bytes of the statistics": sum(part.nbytes for part in model.statistics.values()),
+                }
+            )
+            print(rows[-1], flush=True)
+            setting = {"batch": args.batch, "rounds": args.rounds, "rank": args.rank, "width": 768}
+            write_results(args.output, setting=setting, rows=rows)
+        backbone = model.base_model.unload()
+
+
+# ---- learning ----------------------------------------------------------------------------------------------------
+
+
+def learning(args: Any) -> None:
+    """
+    The peers are not run to their end: one epoch over a part of the images is timed, and scaled to 20 epochs over all.
+    The released procedure runs the backbone in every epoch, and evaluates after each task as its code has it: for
+    every module, one pass over the test images of the tasks seen.
+    """
+    size, classes = args.size, 2 * TASKS
+    model = vit(image_size=size, num_labels=classes)
+    train, test = pictures(args.train_images, classes), pictures(args.test_images, classes, seed=1)
+    collate, rows = ImageCollator(processor(size), "image"), train.rename_column("label", "labels")
+
+    def batches(count: int, size: int = BATCH) -> Any:
+        for start in range(0, count, size):
+            yield collate([rows[i] for i in range(start, min(start + size, count))])
+
+    @torch.no_grad()
+    def one_pass() -> None:
+        for batch in batches(args.train_images, 32):
+            model(batch["pixel_values"])
+
+    def epoch_of(net: nn.Module, last: Callable[[Tensor], Tensor], trunk_learns: bool) -> float:
+        """Time of an epoch over the train images, measured on a part of them."""
+
+        def epoch() -> None:
+            for batch in batches(args.peer_images):
+                with torch.set_grad_enabled(trunk_learns):
+                    out = net(batch["pixel_values"]).logits
+                F.cross_entropy(last(out), batch["labels"]).backward()
+
+        return seconds(epoch) / args.peer_images * args.train_images
+
+    one = seconds(one_pass)
+    inference_peak = peak()
+    tuner = get_peft_model(model, LucaConfig(classes=["a", "b"])).base_model
+    tuner.compute_reference()  # once for a backbone, and not counted
+    model = tuner.unload()
+    stream = TaskStream.from_dataset((train, test), increment=2)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(
+            model, processor(size), stream, f"{folder}/out", None,
+            num_train_epochs=EPOCHS, use_cpu=True, features_cache_dir=f"{folder}/features",
+        )  # fmt: skip
+        trainer.given = super(type(trainer), trainer).features  # [CLS] is computed here
+        whole = seconds(trainer.train)
+        training_peak = peak()
+        model = trainer.model.base_model.unload()
+    spent = args.test_images * one / args.train_images  # test images pass the backbone too: evaluation, not training
+    learned = whole - spent
+    released_epoch = epoch_of(model, nn.Linear(classes, classes), trunk_learns=False)
+    tested = sum(t * t for t in range(1, TASKS + 1)) * args.test_images / TASKS  # after task t, t modules on t tasks
+    released = EPOCHS * released_epoch + tested * one / args.train_images
+    lora = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
+    lora_epoch = epoch_of(lora, lambda logits: logits, trunk_learns=True)
+    table = {
+        "one pass of the backbone": 1.0,
+        "all tasks, 20 epochs, evaluation not counted": learned / one,
+        "all tasks, 20 epochs, with evaluation": whole / one,
+        "released procedure, 20 epochs (one timed, scaled)": released / one,
+        "LoRA on q and v, 20 epochs (one timed, scaled)": EPOCHS * lora_epoch / one,
+    }
+    write_results(
+        args.output,
+        train_images=args.train_images,
+        test_images=args.test_images,
+        peer_images=args.peer_images,
+        size=size,
+        seconds_of_one_pass=round(one, 2),
+        passes={name: round(value, 3) for name, value in table.items()},
+        faster_than_released=round(released / whole, 2),
+        faster_than_released_without_evaluation=round(EPOCHS * released_epoch / learned, 2),
+        faster_than_lora=round(EPOCHS * lora_epoch / learned, 2),
+        peak_of_inference=round(training_peak / inference_peak, 3),
+    )
+
+
+def peak() -> float:
+    """Highest resident memory of the process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+# ---- parameters --------------------------------------------------------------------------------------------------
+
+
+class LayerAdapter(nn.Module):
+    """A bottleneck with ReLU beside the MLP of a block, added to what the block returns."""
+
+    def __init__(self, width: int, bottleneck: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(width, bottleneck), nn.Linear(bottleneck, width)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = hidden + self.up(torch.relu(self.down(hidden)))
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+def add_layer_adapters(model: Any, bottleneck: int = BOTTLENECK) -> nn.ModuleList:
+    """An adapter after every block of a transformer; the rest is frozen."""
+    blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1)
+    model.requires_grad_(False)
+    adapters = nn.ModuleList(LayerAdapter(model.config.hidden_size, bottleneck) for _ in blocks)
+    for block, adapter in zip(blocks, adapters, strict=True):
+        block.register_forward_hook(adapter)
+    return adapters
+
+
+def lora_of(model: nn.Module, rank: int) -> Any:
+    return get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj", "v_proj"]))
+
+
+def count_parameters() -> dict[str, int]:
+    """Of one task, without the head, which is the same for all: 768 numbers a class."""
+    with torch.device("meta"):
+        luca = get_peft_model(vit(), LucaConfig(classes=["a", "b"]))
+        modules = [p for name, p in luca.named_parameters() if "luca_adapter" in name or "luca_calibrator" in name]
+        adapters = list(add_layer_adapters(vit()).parameters())
+        loras = {rank: [p for p in lora_of(vit(), rank).parameters() if p.requires_grad] for rank in (8, 16)}
+        l2p = [torch.empty(L2P["prompts"], L2P["tokens"], 768), torch.empty(L2P["prompts"], 768)]
+        component = [torch.empty(CODA["components"], CODA["tokens"], 768)]
+        coda = [*component, *(torch.empty(CODA["components"], 768) for _ in ("key", "attention"))] * CODA["blocks"]
+    tensors = {
+        "LuCA": modules,
+        f"adapter of width {BOTTLENECK} in 12 blocks": adapters,
+        **{f"LoRA, rank {rank}, q and v": found for rank, found in loras.items()},
+        "prompts of L2P's size, all tasks together": l2p,
+        "prompts of CODA-Prompt's size, all tasks together": coda,
+    }
+    return {name: sum(tensor.numel() for tensor in found) for name, found in tensors.items()}
+
+
+def parameters(args: Any) -> None:
+    """An epoch: every image forwards, and backwards as far as there is something to learn."""
+    images, labels = torch.randn(args.images, 3, 224, 224), torch.arange(args.images) % 10
+    head, plain, models = nn.Linear(768, 10), vit(), [vit() for _ in range(3)]
+    for model in models:
+        model.classifier = nn.Identity()
+    released, adapter, lora = models
+    add_layer_adapters(adapter)
+    nets = {
+        "released procedure (LuCA, backbone in every epoch)": (released, False),
+        "adapter": (adapter, True),
+        "LoRA, rank 16": (lora_of(lora, 16), True),
+    }
+
+    def epoch(net: nn.Module, trunk_learns: bool) -> None:
+        for x, y in zip(images.split(16), labels.split(16), strict=True):
+            with torch.set_grad_enabled(trunk_learns):
+                out = net(x).logits
+            F.cross_entropy(head(out), y).backward()
+
+    @torch.no_grad()
+    def one_pass() -> None:
+        for x in images.split(16):
+            plain(x)
+
+    one_pass()
+    ratios: dict[str, list[float]] = {name: [] for name in nets}
+    for _ in range(args.rounds):  # in turn, so that other work on the machine disturbs all alike
+        passed = seconds(one_pass)
+        for name, net in nets.items():
+            ratios[name].append(seconds(epoch, *net) / passed)
+    passes = {name: round(median(values), 3) for name, values in ratios.items()}
+    counts = count_parameters()
+    write_results(
+        args.output,
+        images=args.images,
+        rounds=args.rounds,
+        parameters=counts,
+        times_lucas={name: round(count / counts["LuCA"], 2) for name, count in counts.items()},
+        passes_of_an_epoch=passes,
+        adapter_over_released=round(passes["adapter"] / next(iter(passes.values())), 2),
+        epochs=EPOCHS,
+        passes_of_all_epochs={name: round(EPOCHS * value, 1) for name, value in passes.items()},
+    )
+
+
+# ---- the loop, and its memory ------------------------------------------------------------------------------------
+
+
+def features_on_disk(file: Path, labels: Tensor, vectors: Callable[[int, int], Tensor]) -> FeatureDataset:
+    """[CLS] vectors, written as the cache writes them and read as it reads them."""
+    with PartialFeatures.of(file, "float32") as partial:
+        assert partial is not None
+        for start in range(0, len(labels), 8192):
+            end = min(start + 8192, len(labels))
+            partial.append(end - start, vectors(start, end), [])
+        partial.finish()
+    return FeatureDataset.from_file(file, labels)
+
+
+class BareExpert(nn.Module):
+    """An expert alone, as a stock Trainer takes it: its parameters are those that learn."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.logits, self.penalty = model.expert_logits, model.l1_penalty
+        self.learned = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
+
+    def forward(self, features: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        loss = F.cross_entropy(self.logits(features, "default"), labels)
+        return {"loss": loss + 5e-4 * self.penalty("default")}
+
+
+def collate_rows(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    features, labels = zip(*rows, strict=True)
+    return {"features": torch.stack(features), "labels": torch.stack(labels)}
+
+
+def overhead(args: Any) -> None:
+    """Both train an expert of d = 768 by the same optimizer and steps, in turns, on a ViT of small pictures."""
+    classes, times = 10, {"stock": [], "continual_train": [], "continual_train_task": []}
+    labels = torch.arange(args.images) % classes
+    vectors = torch.randn(args.images, 768) + torch.randn(classes, 768)[labels]
+    settings = {
+        "per_device_train_batch_size": BATCH, "num_train_epochs": args.epochs, "learning_rate": 0.1, "optim": "sgd",
+        "optim_args": "momentum=0.9", "lr_scheduler_type": "cosine", "max_grad_norm": 0.0, "use_cpu": True,
+        "logging_strategy": "epoch", "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    config = {"reference": False, "init_rows": "random"}
+    stream, train = TaskStream.from_tasks([pictures(classes, classes, side=8)]), Trainer.train
+
+    def timed_train(*given: Any, **more: Any) -> Any:
+        started = time.process_time()
+        output = train(*given, **more)
+        times["continual_train"].append(time.process_time() - started)
+        return output
+
+    with tempfile.TemporaryDirectory() as folder:
+        features = features_on_disk(Path(folder) / "features.arrow", labels, lambda i, j: vectors[i:j])
+        for i in range(args.rounds):
+            model = get_peft_model(vit(image_size=32), LucaConfig(classes=[str(k) for k in range(classes)], **config))
+            stock = Trainer(
+                BareExpert(model),
+                TrainingArguments(f"{folder}/stock{i}", remove_unused_columns=False, **settings),
+                train_dataset=TensorDataset(vectors, labels),
+                data_collator=collate_rows,
+            )
+            times["stock"].append(seconds(stock.train))
+            ours = make_trainer(
+                vit(image_size=32), processor(32), stream, f"{folder}/ours{i}", lambda task, split: features, config,
+                **settings,
+            )  # fmt: skip
+            with patch.object(Trainer, "train", timed_train):
+                times["continual_train_task"].append(seconds(ours.train_task, stream[0]))
+    steps = -(-args.images // BATCH) * args.epochs
+    ours_over_stock = {
+        name: median(b / a for a, b in zip(times["stock"], times[name], strict=True))
+        for name in ("continual_train", "continual_train_task")
+    }
+    rates = {name: round(steps / median(values), 1) for name, values in times.items()}
+    write_results(args.output, steps=steps, steps_per_cpu_second=rates, times_of_stock=ours_over_stock, seconds=times)
+
+
+def resident(kind: str = "RssAnon") -> int:
+    """Resident memory of this process, in bytes: anonymous, without pages of files, which can be taken back."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(kind))
+
+
+class Watch(threading.Thread):
+    """Looks at the memory ten times a second, and keeps the highest."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.highest, self.watching = 0, True
+
+    def run(self) -> None:
+        while self.watching:
+            self.highest = max(self.highest, resident())
+            time.sleep(0.1)
+
+
+def memory(args: Any) -> None:
+    """Anonymous memory at its highest, beyond what the process had with the model loaded."""
+    labels, generator = torch.arange(args.images) % args.classes, torch.Generator().manual_seed(0)
+    stream = TaskStream.from_tasks([pictures(args.classes, args.classes, side=8)])
+    model, gib = vit(image_size=32, num_hidden_layers=2, hidden_size=args.width), 2**30
+    with tempfile.TemporaryDirectory() as folder:
+        file, before, watch = Path(folder) / "features.arrow", resident(), Watch()
+        watch.start()
+        features = features_on_disk(file, labels, lambda i, j: torch.randn(j - i, args.width, generator=generator))
+        trainer = make_trainer(
+            model, processor(32), stream, f"{folder}/out", lambda task, split: features,
+            {"init_rows": "random", "reference": False}, max_steps=args.steps, use_cpu=True,
+        )  # fmt: skip
+        started = time.perf_counter()
+        output = trainer.train_task(stream[0])
+        spent = time.perf_counter() - started
+        watch.watching = False
+        watch.join()
+        size = file.stat().st_size
+    write_results(
+        args.output,
+        images=args.images,
+        steps=output.global_step,
+        seconds=round(spent, 1),
+        file_gib=round(size / gib, 3),
+        rss_anon_with_model_gib=round(before / gib, 3),
+        rss_anon_beyond_gib=round((watch.highest - before) / gib, 3),
+        limit_gib=4,
+    )
+
+
+# Subcommand → what it does, its results file, and its arguments with their defaults.
+COMMANDS: dict[str, tuple[Callable[[Any], None], str, dict[str, Any]]] = {
+    "routing": (
+        routing,
+        "routing_cost_scale.json",
+        {"experts": [100, 1000], "routers": ["gaussian", "entropy"], "classes_each": 5, "rank": 64, "batch": 16,
+         "rounds": 3},
+    ),
+    "learning": (learning, "speed.json", {"train_images": 200, "test_images": 40, "peer_images": 48, "size": 224}),
+    "parameters": (parameters, "layerwise.json", {"images": 16, "rounds": 3}),
+    "overhead": (overhead, "overhead.json", {"images": 2400, "epochs": 20, "rounds": 5}),
+    "memory": (memory, "memory.json", {"images": 1_300_000, "classes": 1000, "width": 768, "steps": 2000}),
+}  # fmt: skip
+
+
+def parse_arguments(given: list[str]) -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (_, output, defaults) in COMMANDS.items():
+        command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        for argument, default in {**defaults, "output": str(RESULTS / output)}.items():
+            several = isinstance(default, list)
+            kind = type(default[0] if several else default)
+            command.add_argument(f"--{argument}", type=kind, nargs="+" if several else None, default=default)
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    args = parse_arguments(sys.argv[1:])
+    be_quiet()
+    torch.manual_seed(0)
+    COMMANDS[args.command][0](args)
+
+
+if __name__ == "__main__":
+    main()
