@@ -12,8 +12,7 @@ from transformers.trainer_utils import HubStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
 from ..data.feature_file import STORAGE
-from ..routing.discriminants import StatisticsRouter
-from ..routing.router import ROUTING_SCOPES, Oracle, RouterOptions, get_router
+from ..routing import make_router
 from ..tuner.config import OWN_RECIPE
 
 
@@ -153,7 +152,9 @@ class ContinualTrainingArguments(TrainingArguments):
         default="raise", metadata={"help": "What an image does that cannot be read.", "choices": ("raise", "skip")}
     )
     router: str = field(default="entropy", metadata={"help": "Who answers each image once tasks are learnt."})
-    routing_scope: str = field(default="sample", metadata={"help": "Choose per image.", "choices": ROUTING_SCOPES})
+    routing_scope: str = field(
+        default="sample", metadata={"help": "Choose per image.", "choices": ("sample", "batch")}
+    )
     statistics: bool = field(default=True, metadata={"help": "Collect statistics of the training features."})
     statistics_rank: int = field(default=64, metadata={"help": "Rows kept of each class's scatter; -1 for all."})
     statistics_random_features: int = field(default=0, metadata={"help": "Random features for the ridge router."})
@@ -235,14 +236,13 @@ class ContinualTrainingArguments(TrainingArguments):
                 f"hub_strategy is {HubStrategy(self.hub_strategy).value!r}, but checkpoints hold pickled state and "
                 "are not pushed. Use 'every_save', which pushes each expert when it is learnt, or 'end'."
             )
-        router = get_router(self.router)
-        if isinstance(router, Oracle):
+        router = make_router(self.router)
+        if self.router == "oracle":
             raise ValueError("router='oracle' is told the expert of each image, which a stream does not tell.")
-        if isinstance(router, StatisticsRouter) and not self.statistics:
+        if router.needs_statistics and not self.statistics:
             raise ValueError(f"router={self.router!r} needs the experts' statistics: leave statistics at True.")
         if self.router == "ridge" and self.statistics_random_features < 1:
             raise ValueError("router='ridge' needs statistics_random_features, such as 2000.")
-        RouterOptions.split({"routing_scope": self.routing_scope})
         if self.statistics_random_features < 0:
             raise ValueError(
                 f"statistics_random_features must be a number of at least 0, got {self.statistics_random_features}."
