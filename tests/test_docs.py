@@ -157,7 +157,7 @@ def test_every_command_exists(page, command, monkeypatch, tmp_path):
         assert words[-1] in read(words[3])
     elif words[0] == "python":
         assert all((ROOT / word).exists() for word in words[1:] if word.startswith("examples/"))
-        source = read(words[1]) + read("examples/cil.py")
+        source = read(words[1]) + read("examples/benchmarks/harness.py")
         for flag in re.findall(r"--(\w+)", command):  # a field of its arguments, or one that is looked for by hand
             assert re.search(rf"^    {flag}: |\"--{flag}\"", source, re.M), f"{page}: {flag}"
     else:
@@ -258,58 +258,42 @@ def test_paper_page_has_every_hyperparameter_of_the_recipes_with_its_value():
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
-def router_figures(stream):
-    """Router → figures of a results file, by the name that the router has now."""
-    renamed = {"prototype": "lda"}
-    summary = results_of(f"routing_{stream}.json", "summary")
-    return {renamed.get(name.split()[0], name.split()[0]): figures for name, figures in summary.items()}
+def router_figures():
+    """Router → its figures on emoji in 14 tasks, by the name that it has now."""
+    summary = results_of("routing_emoji_14.json", "summary")
+    return {name.split()[0].replace("prototype", "lda"): figures for name, figures in summary.items()}
 
 
 def mean(figure):
     return round(figure["mean"], 3)
 
 
-def test_readme_has_the_summary_and_the_figures_of_the_results():
-    text = read("README.md")
-    found = report.summary(RESULTS)
-    assert report.with_summary(text, found) == text, "run examples/benchmarks/report.py"
-    digits = mean(results_of("digits/luca.json", "summary", "last_accuracy"))
-    assert float(re.search(r"`digits` \| (\S+)", found)[1]) == digits
-    measured = router_figures("emoji_14")
+def figures_in(text):
+    return list(map(float, re.findall(r"\b0\.\d{3}\b", text)))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if report.MARKS.search(read(page))])
+def test_the_generated_parts_of_a_page_are_up_to_date(page):
+    assert report.filled(read(page)) == read(page), "run examples/benchmarks/report.py"
+
+
+def test_the_text_about_routers_has_the_figures_of_the_results():
+    measured = router_figures()
     said = flat("README.md").split("(`routing_emoji_14.json`)")[1]
     for name, figure in re.findall(r"`(\w+)` (0\.\d+)", said.split(";")[0]):
         assert float(figure) == mean(measured[name]["last_accuracy"]), name
     assert float(re.search(r"task known (0\.\d+)\.", said)[1]) == mean(measured["entropy"]["task_known_accuracy"])
     share = results_of("routing_cost.json", "summary", "routing as a share of the backbone's time", "mean")
     assert f"takes {100 * share:.2f} % of" in said
-
-
-def test_routing_page_has_the_figures_of_the_results():
-    streams = ("digits", "emoji_14", "emoji_29")
-    figures = dict(zip(streams, map(router_figures, streams), strict=True))
-    rows = rows_of(read("docs/routing.md").split("## Results")[1].split("## Unknown")[0])
-    assert len(rows) == 13
-    for label, *cells in rows:
-        for stream, cell in zip(streams, cells[:3], strict=True):
-            if label.startswith("*"):  # baselines see all classes at once, so both streams of emoji share them
-                same = results_of(f"routing_{stream}.json", "baselines_last_accuracy")
-                measured = (same or results_of("routing_emoji_14.json", "baselines_last_accuracy"))[label.strip("*")]
-            elif label.startswith("task known"):
-                measured = figures[stream]["entropy"]["task_known_accuracy"]
-            elif "batch scope" in label:
-                measured = figures[stream]["entropy"][f"batch_scope_{label.split()[-1]}"]
-            else:
-                measured = figures[stream][re.match(r"`(\w+)`", label)[1]]["last_accuracy"]
-            assert float(cell) == mean(measured), f"{label}, {stream}"
-        if cells[3:]:
-            row = figures["emoji_14"][re.match(r"`(\w+)`", label)[1]]
-            assert list(map(float, cells[3:])) == [mean(row["unknown_auroc"]), mean(row["calibration_error"])], label
-    cost = flat("docs/routing.md").split("## Cost")[1]
+    unknown, cost = flat("docs/routing.md").split("## Unknown")[1].split("## Cost")
+    three = [measured[name] for name in ("entropy", "lda", "gaussian")]
+    expected = [mean(figures[key]) for key in ("unknown_auroc", "calibration_error") for figures in three]
+    assert figures_in(unknown.split("##")[0]) == expected
     for row in results_of("routing_cost_scale.json", "rows"):
         if row["router"] in ("gaussian", "entropy"):
-            line = cost.split(f"{row['experts']} experts, {row['classes']} classes:")[1]
+            line = cost.split(f"{row['experts']} experts, {row['classes']} classes:")[1].split("experts,")[0]
             share, seconds = row["share of the backbone's time, median"], row["made ready once, seconds"]
-            assert f"`{row['router']}` {100 * share:.1f} %, {seconds:.1f} s" in line.split("experts,")[0]
+            assert f"`{row['router']}` {100 * share:.1f} %, {seconds:.1f} s" in line
 
 
 def test_appendix_has_the_figures_of_the_results():
@@ -329,12 +313,18 @@ def test_appendix_has_the_figures_of_the_results():
         (recipe, "entropy, 8 candidates, same expert as dense"), (recipe, "entropy, 8 candidates"),
         (recipe, "entropy, 4 candidates"), (recipe, "entropy, 2 candidates"),
     ]  # fmt: skip
-    removed, tried = read("docs/appendix.md").split("## Better entropy routing")
+    removed, tried, ablations = re.split("## Better entropy routing|## Ablations", read("docs/appendix.md"))
     summary = results_of("entropy_paths_emoji.json", "summary")
-    assert list(map(float, re.findall(r"\b0\.\d{3}\b", tried))) == [mean(summary[a][b]) for a, b in expected]
-    measured = router_figures("emoji_14")
+    assert figures_in(tried) == [mean(summary[variant][figure]) for variant, figure in expected]
     for name, figure in re.findall(r"`(\w+)` (?:has )?\(?(0\.\d{3})", removed):
-        assert float(figure) == mean(measured[name]["last_accuracy"]), name
+        assert float(figure) == mean(router_figures()[name]["last_accuracy"]), name
+    expected = [
+        ("emoji", "arrangement parallel", "last_accuracy"), ("emoji", "λ 0.0005", "last_accuracy"),
+        ("emoji", "λ 0.001, proximal", "sparsity"), ("emoji", "λ 0.001, proximal", "last_accuracy"),
+        ("digits", "λ 0.0001, proximal", "last_accuracy"), ("digits", "λ 0.0005", "last_accuracy"),
+    ]  # fmt: skip
+    measured = [mean(results_of(f"ablations_{name}.json", "summary", *keys)) for name, *keys in expected]
+    assert figures_in(ablations.replace("λ = 0.001", "")) == measured
 
 
 def test_cost_and_reliability_pages_have_the_figures_of_the_results():
@@ -343,9 +333,6 @@ def test_cost_and_reliability_pages_have_the_figures_of_the_results():
     measured, kills = run["measured"], run["measured"]["kills"]
     mib = {name: f"{value / 2**20:.1f} MiB" for name, value in measured.items() if "grown_bytes" in name}
     cost = [
-        f"| {label} | {value:.2f} |" for label, value in speed["passes"].items() if not label.startswith("one pass")
-    ]
-    cost += [
         f"is {speed['faster_than_released']:.1f} times faster than the released",
         f"{speed['faster_than_lora']:.1f} times faster than LoRA",
         f"memory is {speed['peak_of_inference']:.2f} times that of inference",
