@@ -1,8 +1,7 @@
 """
-What the site needs beside the pages: files of the repository that pages link to, and references in docstrings.
+Hooks of the site: adds files outside docs/ that pages link to, and turns names in docstrings into links.
 
-On GitHub a page links to what lies outside docs/ by `../`. On the site those files come in under the same names, one
-level up from where they were.
+On GitHub a page links to a file outside docs/ by `../`. On the site that file is added under its name, one level up.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
 
 
 class References(griffe.Extension):
-    """Docstrings name other things as the Hugging Face family does: [`LucaModel`], [`~LucaModel.route`]."""
+    """Links names in docstrings, written as in Hugging Face libraries: [`LucaModel`], [`~LucaModel.route`]."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
@@ -56,7 +55,7 @@ class References(griffe.Extension):
 
 def _link(found: re.Match[str]) -> str:
     name = found[1].removeprefix("peft_luca.")
-    public = re.findall(r"^::: peft_luca\.(\w+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
+    public = re.findall(r"^::: peft_luca\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.M)
     if name.split(".")[0] not in public:
         return f"`{name}`"
     return f"[`{name}`][peft_luca.{name}]"

@@ -1,4 +1,4 @@
-"""Every Python block of README and docs runs as it stands, and the pages say nothing that the code does not."""
+"""README and docs: code and commands run, links lead to a heading, figures are those of the results files."""
 
 import json
 import re
@@ -17,17 +17,18 @@ from PIL import Image
 from transformers import TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import peft_luca
-from peft_luca import LucaConfig, save_expert
+from peft_luca import ContinualTrainingArguments, LucaConfig, LucaLayer, save_expert
+from peft_luca.training.arguments import CONFIG_RECIPES, RECIPES
 
 
 ROOT = Path(__file__).parent.parent
-# docs/hub.md needs a Hub to push to: tests/hub/test_push_pull.py has one. docs/tutorial.md runs as a notebook, in
-# tests/test_examples.py.
-ELSEWHERE = ("hub.md", "tutorial.md")
-PAGES = ["README.md"]
-PAGES += [f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in ELSEWHERE]
+RESULTS = ROOT / "examples" / "benchmarks" / "results"
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+# The Hub page needs a Hub and runs in tests/hub; the tutorial runs as a notebook in tests/test_examples.py.
+RUN_ELSEWHERE = ("docs/hub.md", "docs/tutorial.md")
 BACKBONE = "google/vit-base-patch16-224-in21k"
-# Imports what takes long once, and runs each page that it is told of in a process of its own.
+PUBLIC = sorted(set(peft_luca.__all__) - {"__version__"})
+# Imports the slow libraries once, and runs each page in a forked process.
 RUNNER = """
 import os, sys, traceback
 import accelerate, datasets, evaluate, peft, torch, transformers
@@ -36,9 +37,9 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         os.chdir(line.strip())
-        with open("said.txt", "w") as said:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
+        with open("output.txt", "w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
             try:
                 exec(compile(open("page.py").read(), "page.py", "exec"), {"__name__": "__main__"})
             except BaseException:
@@ -50,69 +51,60 @@ for line in sys.stdin:
 """
 
 
+def read(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def flat(page):
+    return " ".join(read(page).split())
+
+
+def results_of(file, *keys):
+    content = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    for key in keys:
+        content = content[key]
+    return content
+
+
+def rows_of(text):
+    """The rows of all tables of a text, as lists of cells, without their heads."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    heads = {i + offset for i, line in enumerate(lines) if line.startswith("|---") for offset in (-1, 0)}
+    split = [re.split(r"(?<!\\)\|", line)[1:-1] for i, line in enumerate(lines) if i not in heads]
+    return [[cell.strip() for cell in row] for row in split]
+
+
+# ---- code and commands ----------------------------------------------------------------------------------------------
+
+
 def blocks(page):
-    """A page's Python in order, with what stands in comments since every reader has it already."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    found = re.findall(r"^```python\n(.*?)^```|^<!-- python\n(.*?)^-->", text, re.M | re.S)
-    return [shown or hidden for shown, hidden in found]
-
-
-def tiny_vit():
-    torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=224,
-        patch_size=56,
-        num_labels=2,
-    )
-    return ViTForImageClassification(config)
+    """A page's Python in order, with the set-up that stands in HTML comments."""
+    return [a or b for a, b in re.findall(r"^```python\n(.*?)^```|^<!-- python\n(.*?)^-->", read(page), re.M | re.S)]
 
 
 def put_into_cache(cache, repo_id):
-    """A repository as the Hub's client would have left it in its cache. Returns the folder to fill."""
+    """Make the folder of a repository in the Hub's cache, and return it."""
     repo = cache / ("models--" + repo_id.replace("/", "--"))
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text("0" * 40)
     folder = repo / "snapshots" / ("0" * 40)
-    folder.mkdir(parents=True)
+    for path in (repo / "refs", folder):
+        path.mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
     return folder
 
 
 @pytest.fixture(scope="module")
-def hub_cache(tmp_path_factory):
-    """The Hub ids that the pages use, with a tiny ViT in place of the real one."""
-    cache = tmp_path_factory.mktemp("hub")
+def runner(tmp_path_factory):
+    """A process that runs pages, with a tiny ViT and two experts under the Hub ids that the pages use."""
+    cache, home = tmp_path_factory.mktemp("hub"), str(tmp_path_factory.mktemp("home"))
     folder = put_into_cache(cache, BACKBONE)
-    tiny_vit().save_pretrained(folder)
+    torch.manual_seed(0)
+    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, patch_size=56)
+    ViTForImageClassification(config).save_pretrained(folder)
     ViTImageProcessorPil().save_pretrained(folder)
     for repo_id, classes in (("lab-a/vit-birds", ["owl", "wren"]), ("lab-b/vit-satellite", ["sea", "town"])):
         vit = ViTForImageClassification.from_pretrained(folder)
-        model = get_peft_model(vit, LucaConfig(classes=classes))
-        save_expert(model, "default", put_into_cache(cache, repo_id))
-    return cache
-
-
-@pytest.fixture
-def workplace(tmp_path):
-    """The image folder that the pages read."""
-    generator = torch.Generator().manual_seed(0)
-    for split, count in (("train", 3), ("test", 1)):
-        for label in ("cat", "dog", "fox", "hen"):
-            folder = tmp_path / "path" / "to" / "images" / split / label
-            folder.mkdir(parents=True)
-            for i in range(count):
-                color = tuple(torch.randint(256, (3,), generator=generator).tolist())
-                Image.new("RGB", (16, 16), color).save(folder / f"{i}.png")
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def runner(hub_cache, tmp_path_factory):
-    home = str(tmp_path_factory.mktemp("home"))
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_cache), "HF_HOME": home, "HOME": home}
+        save_expert(get_peft_model(vit, LucaConfig(classes=classes)), "default", put_into_cache(cache, repo_id))
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache), "HF_HOME": home, "HOME": home}
     environment |= {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", RUNNER], env=environment, **pipes) as process:
@@ -120,27 +112,25 @@ def runner(hub_cache, tmp_path_factory):
         process.stdin.close()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
-def test_the_code_of_a_page_runs_as_it_stands(page, runner, workplace):
-    (workplace / "examples").symlink_to(ROOT / "examples")  # pages are read in a clone
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in RUN_ELSEWHERE])
+def test_the_code_of_a_page_runs_as_it_stands(page, runner, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")  # pages are read in a clone
+    for split, count in (("train", 3), ("test", 1)):
+        for shade, label in enumerate(("cat", "dog", "fox", "hen")):
+            folder = tmp_path / "path" / "to" / "images" / split / label
+            folder.mkdir(parents=True)
+            for i in range(count):
+                color = (60 * shade, 80 * i, 90 if split == "train" else 10)  # no image is in both splits
+                Image.new("RGB", (16, 16), color).save(folder / f"{i}.png")
     code = "\n".join(blocks(page)).replace("increment=10", "increment=2")
-    (workplace / "page.py").write_text(code, encoding="utf-8")
-    print(workplace, file=runner.stdin, flush=True)
-    assert runner.stdout.readline() == "0\n", (workplace / "said.txt").read_text(encoding="utf-8")[-3000:]
-
-
-def test_all_code_of_the_pages_is_among_the_blocks_that_run():
-    """In Python or for the shell: a block of another kind would be checked by nobody."""
-    fences = {page: re.findall(r"^```(\S*)", (ROOT / page).read_text(encoding="utf-8"), re.M) for page in PAGES}
-    kinds = {kind for found in fences.values() for kind in found}
-    assert kinds == {"", "python", "bash"}  # the empty ones close a block, or hold a drawing
-    assert sum(len(blocks(page)) for page in PAGES) > 20
+    (tmp_path / "page.py").write_text(code, encoding="utf-8")
+    print(tmp_path, file=runner.stdin, flush=True)
+    assert runner.stdout.readline() == "0\n", (tmp_path / "output.txt").read_text(encoding="utf-8")[-3000:]
 
 
 def commands():
-    for page in [*PAGES, *(f"docs/{name}" for name in ELSEWHERE), "examples/README.md"]:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S):
+    for page in [*PAGES, "examples/README.md"]:
+        for block in re.findall(r"^```bash\n(.*?)^```", read(page), re.M | re.S):
             variables = dict(re.findall(r"^(\w+)=(\S+)$", block, re.M))
             for line in block.replace("\\\n", " ").splitlines():
                 if not re.match(r"\w+=", line):
@@ -148,10 +138,10 @@ def commands():
 
 
 @pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
-def test_commands_of_the_pages_are_ones_that_there_are(page, command, monkeypatch, tmp_path):
+def test_every_command_exists(page, command, monkeypatch, tmp_path):
     words = shlex.split(command)
     if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M), command
+        assert re.search(rf"^{words[1]}:", read("Makefile"), re.M)
     elif words[0] == "accelerate":
         from accelerate.commands.launch import launch_command_parser
 
@@ -162,197 +152,154 @@ def test_commands_of_the_pages_are_ones_that_there_are(page, command, monkeypatc
         monkeypatch.setattr(sys, "argv", ["cil.py", *launched.training_script_args])
         import cil
 
-        cil.parse_arguments()  # stops at an argument that there is not
+        cil.parse_arguments()  # stops at an argument that does not exist
+    elif words[1:3] == ["-m", "pytest"]:
+        assert words[-1] in read(words[3])
     elif words[0] == "python":
-        paths = [word for word in words[1:] if word.startswith("examples/")]
-        assert paths[0] == words[1]
-        assert all((ROOT / path).exists() for path in paths)
-        source = (ROOT / words[1]).read_text(encoding="utf-8") + (ROOT / "examples" / "cil.py").read_text(
-            encoding="utf-8"
-        )
+        assert all((ROOT / word).exists() for word in words[1:] if word.startswith("examples/"))
+        source = read(words[1]) + read("examples/benchmarks/harness.py")
         for flag in re.findall(r"--(\w+)", command):  # a field of its arguments, or one that is looked for by hand
             assert re.search(rf"^    {flag}: |\"--{flag}\"", source, re.M), f"{page}: {flag}"
     else:
-        assert words[:2] == ["pip", "install"], f"{page}: nobody has tried {command!r}"
+        assert words[:2] == ["pip", "install"], f"{page}: {command!r} is of no kind that this test knows"
 
 
-def test_reference_names_everything_public():
-    """In its tables, and among what the site makes of the docstrings."""
-    tables = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    made = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
-    assert [name for name in peft_luca.__all__ if f"`{name}`" not in tables] == []
-    assert [name for name in peft_luca.__all__ if name != "__version__" and f"peft_luca.{name}" not in made] == []
-    for module in ("plots", "metrics", "routing", "statistics", "sparsity"):
-        assert f"peft_luca.{module}" in made
+# ---- links, names and size ------------------------------------------------------------------------------------------
 
 
-def test_everything_public_has_a_docstring():
-    for name in set(peft_luca.__all__) - {"__version__"}:
+def test_readme_and_docs_have_at_most_12000_words():
+    words = {page: len(read(page).split()) for page in PAGES}
+    assert words["README.md"] <= 900
+    assert sum(words.values()) <= 12_000, words
+
+
+def anchors(path):
+    """The ids that GitHub and the site give to a page's headings."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in re.findall(r"^#+ (.*)", text, re.M)}
+
+
+def test_every_code_block_is_of_a_kind_that_is_checked():
+    assert {kind for page in PAGES for kind in re.findall(r"^```(\S*)", read(page), re.M)} == {"", "python", "bash"}
+
+
+def test_every_link_leads_to_a_page_and_a_heading():
+    menu = read("mkdocs.yml").split("nav:")[1]
+    assert [page for page in PAGES[1:] if page.removeprefix("docs/") not in menu] == []
+    for page in [*PAGES, "examples/README.md"]:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", read(page)):
+            path = (ROOT / page).parent / target if target else ROOT / page
+            assert path.exists(), f"{page} links to {target}"
+            assert not anchor or anchor in anchors(path), f"{page} links to {target}#{anchor}"
+
+
+def test_every_public_name_is_in_the_reference_and_has_a_docstring():
+    assert [name for name in PUBLIC if f"::: peft_luca.{name}\n" not in read("docs/reference.md")] == []
+    for name in PUBLIC:
         thing = getattr(peft_luca, name)
         assert thing.__doc__
         for method, value in vars(thing).items() if isinstance(thing, type) else ():
             inherited = any(hasattr(base, method) for base in thing.__mro__[1:])
             if callable(value) and not method.startswith("_") and not inherited:
                 assert value.__doc__, f"{name}.{method}"
+    arguments, parent = ContinualTrainingArguments, {field.name for field in fields(TrainingArguments)}
+    own = [field.name for field in fields(arguments) if field.name not in parent]
+    assert [name for name in own if f"{name} (`" not in arguments.__doc__] == []
 
 
-def test_every_argument_of_the_trainer_is_in_its_docstring():
-    documented = peft_luca.ContinualTrainingArguments.__doc__
-    parent = {field.name for field in fields(TrainingArguments)}
-    for field in fields(peft_luca.ContinualTrainingArguments):
-        assert field.name in parent or f"{field.name} (`" in documented, field.name
+def test_every_file_and_folder_of_the_architecture_page_exists():
+    named = re.findall(r"`((?:\w+/)*\w+\.(?:py|md)|\w+/)`", read("docs/architecture.md"))
+    assert len(named) > 30
+    assert [name for name in named if not (ROOT / "peft_luca" / name).exists() and not (ROOT / name).exists()] == []
+    top = {path.name for path in (ROOT / "peft_luca").iterdir() if not path.name.startswith(("_", "."))}
+    assert top - {"py.typed"} <= {name.rstrip("/") for name in named}
 
 
 @pytest.mark.slow
 def test_the_site_builds(tmp_path):
-    """`make docs`, which is also part of what has to pass before anything lands."""
     pytest.importorskip("mkdocs", reason="needs mkdocs-material and mkdocstrings: the extra dev")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    page = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
-    for name in set(peft_luca.__all__) - {"__version__"}:
-        assert f'id="peft_luca.{name}"' in page
-    assert "[`" not in re.sub(r"<code>.*?</code>", "", page)  # every reference of a docstring became one
+    page = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
+    assert [name for name in PUBLIC if f'id="peft_luca.{name}"' not in page] == []
+    assert "[`" not in re.sub(r"<code>.*?</code>", "", page)  # every reference in a docstring became a link
     assert (tmp_path / "SECURITY" / "index.html").is_file()
     assert (tmp_path / "examples" / "cil.py").is_file()
 
 
-def test_links_between_pages_lead_somewhere():
-    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("nav:")[1]
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if page.name not in menu] == []
-    for page in [ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
-def test_paper_page_names_code_that_exists():
-    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
-    for owner, name in re.findall(r"`(LucaLayer|LucaModel|ContinualTrainer)\.(\w+)", text):
-        assert hasattr(getattr(peft_luca, owner), name), f"{owner}.{name}"
-    for name in re.findall(r"`(luca_\w+)`", text):
-        assert name in (*peft_luca.LucaLayer.adapter_layer_names, *peft_luca.LucaLayer.other_param_names)
+# ---- the paper page -------------------------------------------------------------------------------------------------
 
 
 def test_paper_page_has_every_equation_in_the_file_that_it_names():
-    table = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8").split("## Equations")[1].split("## Hyper")[0]
-    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in table.splitlines() if line.startswith("| ")][1:]
+    rows = rows_of(read("docs/paper.md").split("## Equations")[1].split("## Hyper")[0])
     assert len(rows) == 11
     for what, _, files, code in rows:
-        content = "".join(
-            (ROOT / "peft_luca" / name).read_text(encoding="utf-8") for name in re.findall(r"`(.+?)`", files)
-        )
-        names = [name.split("(")[0].split(".")[-1] for name in re.findall(r"`(.+?)`", code)]
-        assert names
-        for name in names:
-            if name != "LucaConfig":
-                assert re.search(rf"def {name}\b|\b{name}\b.*=|{name}\b: ", content), f"{what}: {name}"
+        content = "".join(read(f"peft_luca/{name}") for name in re.findall(r"`(.+?)`", files))
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", code):
+            assert re.search(rf"(def|class) {name}\b|\b{name}\b.*=|{name}\b: ", content), f"{what}: {name}"
+            if name.startswith("luca_"):
+                assert name in (*LucaLayer.adapter_layer_names, *LucaLayer.other_param_names)
 
 
-def test_paper_page_has_every_hyperparameter_of_the_recipes():
-    table = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8").split("## Hyperparameters")[1].split("##")[0]
-    named = set(
-        re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| ")))
-    )
-    recipes = {*peft_luca.training.arguments.RECIPES["paper"], *peft_luca.training.arguments.CONFIG_RECIPES["paper"]}
-    assert recipes - {"optim_args"} <= named  # whose momentum is in the row of optim
-    known = {field.name for owner in (peft_luca.ContinualTrainingArguments, LucaConfig) for field in fields(owner)}
-    assert named <= known
+def test_paper_page_has_every_hyperparameter_of_the_recipes_with_its_value():
+    rows = rows_of(read("docs/paper.md").split("## Hyperparameters")[1].split("## Diff")[0])
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    recipes = {*RECIPES["paper"], *CONFIG_RECIPES["paper"]} - {"optim_args"}  # momentum is in the row of optim
+    assert recipes <= named
+    assert named <= {field.name for owner in (ContinualTrainingArguments, LucaConfig) for field in fields(owner)}
+    cells = {name: row[2:] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    for recipe, column in (("paper", 0), ("own", 1)):
+        values = {**RECIPES[recipe], **CONFIG_RECIPES[recipe]}
+        for name in ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "l1_weight", "scale"):
+            assert float(re.search(r"\d[\d.e-]*", cells[name][column])[0]) == values[name], name
 
 
-def test_paper_page_has_the_recipes_values():
-    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
-    table = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if row.startswith("|")]
-    for field in ("learning_rate", "num_train_epochs", "per_device_train_batch_size"):
-        row = next(row for row in table if row[0] == f"`{field}`")
-        for recipe, cell in (("paper", row[2]), ("own", row[3])):
-            assert float(cell) == peft_luca.training.arguments.RECIPES[recipe][field]
-    scale = next(row for row in table if row[0].startswith("σ"))
-    assert f"from {peft_luca.tuner.config.OWN_RECIPE['scale']:g}" in scale[3]
+# ---- figures --------------------------------------------------------------------------------------------------------
 
 
-def results_of(file, *parts):
-    content = json.loads((ROOT / "examples" / "benchmarks" / "results" / file).read_text(encoding="utf-8"))
-    for part in parts:
-        content = content[part]
-    return content
+def router_figures():
+    """Router → its figures on emoji in 14 tasks, by the name that it has now."""
+    summary = results_of("routing_emoji_14.json", "summary")
+    return {name.split()[0].replace("prototype", "lda"): figures for name, figures in summary.items()}
 
 
-def test_the_readmes_figures_of_routers_are_those_of_the_results():
-    file = "routing_emoji_14.json"
-    text = (ROOT / "README.md").read_text(encoding="utf-8").split(f"`{file}`")[1]
-    lines = [[cell.strip(" `*") for cell in line.split("|")[1:-1]] for line in text.split("\n\n")[1].split("\n")]
-    said = dict(zip(lines[0], map(float, lines[2]), strict=True))
-    summary, baselines = results_of(file, "summary"), results_of(file, "baselines_last_accuracy")
-    measured = {name.split()[0]: figures["last_accuracy"] for name, figures in summary.items()}
-    assert said.keys() >= measured.keys()
-    measured |= {"task known": summary["entropy"]["task_known_accuracy"]}
-    measured |= {name.removesuffix(", unit features"): figure for name, figure in baselines.items()}
-    assert said == {name: round(measured[name]["mean"], 3) for name in said}
+def mean(figure):
+    return round(figure["mean"], 3)
 
 
-def test_the_readmes_summary_is_that_of_the_results():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = report.summary(ROOT / "examples" / "benchmarks" / "results")
-    assert report.with_summary(text, found) == text, "run examples/benchmarks/report.py"
-    assert len(found.splitlines()) <= 12
-    assert found.count("| `") == 5
-    first = re.search(r"^\| `digits` \| (\S+) \| (\S+) ", found, re.M).groups()
-    for method, cell in zip(("luca", "luca_gaussian"), first, strict=True):
-        assert float(cell) == round(results_of(f"digits/{method}.json", "summary", "last_accuracy", "mean"), 3)
+def figures_in(text):
+    return list(map(float, re.findall(r"\b0\.\d{3}\b", text)))
 
 
-def test_figures_in_the_readmes_text_are_those_of_the_results():
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    share = re.search(r"takes (\S+) % of a ViT-B/16's time", text).group(1)
-    measured = results_of("routing_cost.json", "summary", "routing as a share of the backbone's time", "mean")
-    assert float(share) == round(100 * measured, 2)
+@pytest.mark.parametrize("page", [page for page in PAGES if report.MARKS.search(read(page))])
+def test_the_generated_parts_of_a_page_are_up_to_date(page):
+    assert report.filled(read(page)) == read(page), "run examples/benchmarks/report.py"
 
 
-def test_figures_of_the_routing_page_are_those_of_its_results():
-    """Cell by cell: rows are routers, bounds and baselines, columns the three results files."""
-    text = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8")
-    table = text.split("## Figures")[1].split("Rejecting classes")[0]
-    files = [f"routing_{name}.json" for name in ("digits", "emoji_14", "emoji_29")]
-    compared = 0
-    for row in re.findall(r"^\| (.+) \|$", table, re.M):
-        label, *cells = [cell.strip() for cell in row.split("|")]
-        for cell, file in zip(cells, files, strict=True):
-            if not re.fullmatch(r"[01]\.\d{3}", cell):
-                continue
-            summary, baselines = results_of(file, "summary"), results_of(file, "baselines_last_accuracy")
-            if label.startswith("*"):
-                # The baselines see all classes at once, so that both streams of emoji share them.
-                source = baselines or results_of("routing_emoji_14.json", "baselines_last_accuracy")
-                measured = source[label.strip("*")]
-            elif label.startswith("task known"):
-                measured = summary["entropy"]["task_known_accuracy"]
-            elif "batch scope" in label:
-                measured = summary["entropy"][f"batch_scope_{label.split()[-1]}"]
-            else:
-                name = re.match(r"`(\w+)`", label).group(1)
-                measured = next(value for key, value in summary.items() if key.split()[0] == name)["last_accuracy"]
-            assert float(cell) == round(measured["mean"], 3), f"{label}, {file}"
-            compared += 1
-    assert compared >= 50
+def test_the_text_about_routers_has_the_figures_of_the_results():
+    measured = router_figures()
+    said = flat("README.md").split("(`routing_emoji_14.json`)")[1]
+    for name, figure in re.findall(r"`(\w+)` (0\.\d+)", said.split(";")[0]):
+        assert float(figure) == mean(measured[name]["last_accuracy"]), name
+    assert float(re.search(r"task known (0\.\d+)\.", said)[1]) == mean(measured["entropy"]["task_known_accuracy"])
+    share = results_of("routing_cost.json", "summary", "routing as a share of the backbone's time", "mean")
+    assert f"takes {100 * share:.2f} % of" in said
+    unknown, cost = flat("docs/routing.md").split("## Unknown")[1].split("## Cost")
+    three = [measured[name] for name in ("entropy", "lda", "gaussian")]
+    expected = [mean(figures[key]) for key in ("unknown_auroc", "calibration_error") for figures in three]
+    assert figures_in(unknown.split("##")[0]) == expected
+    for row in results_of("routing_cost_scale.json", "rows"):
+        if row["router"] in ("gaussian", "entropy"):
+            line = cost.split(f"{row['experts']} experts, {row['classes']} classes:")[1].split("experts,")[0]
+            share, seconds = row["share of the backbone's time, median"], row["made ready once, seconds"]
+            assert f"`{row['router']}` {100 * share:.1f} %, {seconds:.1f} s" in line
 
 
-def test_figures_of_abstaining_are_those_of_the_results():
-    text = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8")
-    table = text.split("Rejecting classes")[1].split("## Statistics")[0]
-    summaries = [results_of(f"routing_{name}.json", "summary") for name in ("digits", "emoji_14", "emoji_29")]
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", table, re.M)
-    assert len(rows) == len(summaries[0])
-    for router, cells in rows:
-        found = [next(figures for name, figures in s.items() if name.split()[0] == router) for s in summaries]
-        wanted = [figures[key]["mean"] for figures in found for key in ("unknown_auroc", "calibration_error")]
-        assert list(map(float, cells.split("|"))) == [round(value, 3) for value in wanted], router
-
-
-def test_what_was_tried_has_the_figures_of_its_results():
+def test_appendix_has_the_figures_of_the_results():
     """In the page's order: which variant, and which figure of it."""
     recipe, none = "the recipe", "linear heads, strangers none of mine, all experts"
-    wanted = [
+    expected = [
         (recipe, "entropy"), ("60 epochs", "entropy"), ("100 epochs", "entropy"),
         ("negatives: all seen rows", "entropy"), ("reference: 24 drawings", "entropy"),
         ("reference: 96 drawings", "entropy"), (recipe, "entropy"), ("reference: 768 drawings", "entropy"),
@@ -366,57 +313,45 @@ def test_what_was_tried_has_the_figures_of_its_results():
         (recipe, "entropy, 8 candidates, same expert as dense"), (recipe, "entropy, 8 candidates"),
         (recipe, "entropy, 4 candidates"), (recipe, "entropy, 2 candidates"),
     ]  # fmt: skip
-    tried = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8").split("For `entropy`, on emoji")[1]
+    removed, tried, ablations = re.split("## Better entropy routing|## Ablations", read("docs/appendix.md"))
     summary = results_of("entropy_paths_emoji.json", "summary")
-    measured = [report.share({**summary[name][figure], "deviation": None}) for name, figure in wanted]
-    assert re.findall(r"\b0\.\d{3}\b", tried) == measured
-    cosine = [figures["entropy"]["mean"] for name, figures in summary.items() if name.startswith("strangers")]
-    assert max(cosine) == summary["strangers even, earlier experts"]["entropy"]["mean"]  # "and less"
+    assert figures_in(tried) == [mean(summary[variant][figure]) for variant, figure in expected]
+    for name, figure in re.findall(r"`(\w+)` (?:has )?\(?(0\.\d{3})", removed):
+        assert float(figure) == mean(router_figures()[name]["last_accuracy"]), name
+    expected = [
+        ("emoji", "arrangement parallel", "last_accuracy"), ("emoji", "λ 0.0005", "last_accuracy"),
+        ("emoji", "λ 0.001, proximal", "sparsity"), ("emoji", "λ 0.001, proximal", "last_accuracy"),
+        ("digits", "λ 0.0001, proximal", "last_accuracy"), ("digits", "λ 0.0005", "last_accuracy"),
+    ]  # fmt: skip
+    measured = [mean(results_of(f"ablations_{name}.json", "summary", *keys)) for name, *keys in expected]
+    assert figures_in(ablations.replace("λ = 0.001", "")) == measured
 
 
-def test_the_routing_pages_costs_are_those_of_its_results():
-    table = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8").split("## Cost")[1].split("\n\n")[2]
-    said = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n")[2:]]
-    rows = results_of("routing_cost_scale.json", "rows")
-    shares = [row["share of the backbone's time, median"] for row in rows]
-    assert [line[2].replace("`", "") for line in said] == [row["router"] for row in rows]
-    for line, row, share in zip(said, rows, shares, strict=True):
-        assert [int(cell) for cell in line[:2]] == [row["experts"], row["classes"]]
-        assert line[3:] == [f"{100 * share:.1f} %", f"{row['made ready once, seconds']:.1f} s"]
-
-
-def test_figures_of_the_cost_page_are_those_of_its_results():
-    text = " ".join((ROOT / "docs" / "cost.md").read_text(encoding="utf-8").split())
-    speed, overhead, memory = (results_of(f"{name}.json") for name in ("speed", "overhead", "memory"))
-    for label, value in speed["passes"].items():
-        if label != "one pass of the backbone":
-            assert f"| {label} | {value:.2f} |" in text
-    assert f"That is {speed['faster_than_released']:.1f} times faster than the released procedure" in text
-    assert f"{speed['faster_than_lora']:.1f} times faster than LoRA" in text
-    assert f"memory is {speed['peak_of_inference']:.2f} times that of inference" in text
-    assert f"takes {overhead['times_of_stock']['continual_train']:.2f} times what a stock" in text
-    assert f"saving, {overhead['times_of_stock']['continual_train_task']:.2f} times" in text
-    assert f"train in {memory['rss_anon_beyond_gib']:.2f} GiB of anonymous memory" in text
-
-
-def test_figures_of_the_reliability_page_are_those_of_its_results():
-    text = " ".join((ROOT / "docs" / "reliability.md").read_text(encoding="utf-8").split())
-    results = results_of("mutation.json")
-    assert results["share_killed"] >= 0.9
-    assert f"in a sample of {results['mutants']} places" in text
-    assert f"The tests notice {results['killed']} of them ({100 * results['share_killed']:.1f} %)" in text
-    assert all(mutant["why"] for mutant in results["survivors"])
-    run = results_of("reliability.json")
+def test_cost_and_reliability_pages_have_the_figures_of_the_results():
+    speed, stock = results_of("speed.json"), results_of("overhead.json", "times_of_stock")
+    mutation, run = results_of("mutation.json"), results_of("reliability.json")
     measured, kills = run["measured"], run["measured"]["kills"]
-    assert f"In the last run {run['passed']:,} tests passed and none failed" in text
-    assert all(set(counts) <= {"passed", "skipped"} for counts in run["cases"].values())
-    assert f"| {sum(kills['killed'].values())}, after which {kills['runs']} runs ended" in text
-    assert f"{kills['differing']} differed, {kills['failed']} failed" in text
     mib = {name: f"{value / 2**20:.1f} MiB" for name, value in measured.items() if "grown_bytes" in name}
-    assert f"{measured['add_delete_rounds']:,} rounds, memory grown by {mib['add_delete_grown_bytes']} |" in text
+    cost = [
+        f"is {speed['faster_than_released']:.1f} times faster than the released",
+        f"{speed['faster_than_lora']:.1f} times faster than LoRA",
+        f"memory is {speed['peak_of_inference']:.2f} times that of inference",
+        f"takes {stock['continual_train']:.2f} times what a stock",
+        f"saving, {stock['continual_train_task']:.2f} times",
+        f"train in {results_of('memory.json', 'rss_anon_beyond_gib'):.2f} GiB of anonymous memory",
+    ]
+    reliability = [
+        f"sample of {mutation['mutants']} places, one at a time. The tests notice {mutation['killed']} of them "
+        f"({100 * mutation['share_killed']:.1f} %)",
+        f"the last run {run['passed']:,} tests passed and none failed",
+        f"| {sum(kills['killed'].values())}, after which {kills['runs']} runs ended",
+        f"{kills['differing']} differed, {kills['failed']} failed",
+        f"{measured['add_delete_rounds']:,} rounds, memory grown by {mib['add_delete_grown_bytes']} |",
+        "added in {add:.0f} s, saved in {save:.0f} s, loaded in {load:.0f} s, three images routed in {route:.0f} s, "
+        "deleted in {delete:.0f} s".format(**measured["seconds"]),
+    ]
     for router in ("entropy", "gaussian"):
-        calls, grown = measured[f"route_calls_{router}"], mib[f"route_grown_bytes_{router}"]
-        assert f"{calls:,} by `{router}`, grown by {grown}" in text
-    wanted = [f"{measured['seconds'][what]:.0f}" for what in ("add", "save", "load", "route", "delete")]
-    row = next(line for line in text.split("| ") if line.startswith("added in "))
-    assert re.findall(r" (\d+) s", row) == wanted
+        grown = mib[f"route_grown_bytes_{router}"]
+        reliability.append(f"{measured[f'route_calls_{router}']:,} by `{router}`, grown by {grown}")
+    for page, sentences in (("docs/cost.md", cost), ("docs/reliability.md", reliability)):
+        assert [sentence for sentence in sentences if sentence not in flat(page)] == []
