@@ -187,12 +187,10 @@ class RegularizedDiscriminant(Discriminant):
             rows.append(reduced.float())
             offsets.append((reduced @ means[k]).float())
         # Classes with equally many rows lie side by side, so that one reshape and sum serves them all.
-        lengths = torch.tensor([len(part) for part in rows])
-        order = lengths.argsort(stable=True)
-        self.groups = list(Counter(lengths[order].tolist()).items())  # (rows per class, classes)
-        self.places = order.argsort()
-        self.rows = torch.cat([rows[k] for k in order.tolist()])
-        self.offsets = torch.cat([offsets[k] for k in order.tolist()])
+        order = sorted(range(len(rows)), key=lambda k: len(rows[k]))
+        self.groups = list(Counter(len(rows[k]) for k in order).items())  # (rows per class, classes)
+        self.places = torch.tensor(order).argsort()
+        self.rows, self.offsets = torch.cat([rows[k] for k in order]), torch.cat([offsets[k] for k in order])
         self.inverse, self.linear = inverse.float(), (means * inverse).float()
         self.constant = (-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float()
 
