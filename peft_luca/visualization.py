@@ -44,11 +44,8 @@ IMAGES = 2000  # at most so many images, evenly spaced, where each is a point
 class FeaturesOfTask(Protocol):
     """[CLS] of a task's images, and their labels."""
 
-    @property
-    def features(self) -> Tensor: ...  # (images, d)
-
-    @property
-    def labels(self) -> Tensor: ...  # (images,), the expert's own ids
+    features: Tensor  # (images, d)
+    labels: Tensor  # (images,), the expert's own ids
 
 
 Features: TypeAlias = Mapping[str, FeaturesOfTask]
@@ -199,9 +196,7 @@ def misrouted_images(
 def of_a_run(
     results: Mapping[str, Any], model: PeftModel, features: Features, images: Mapping[str, Sequence[Any]]
 ) -> Iterator[tuple[str, Figure]]:
-    """
-    Yields all plots above, with their names; nothing where no images are given.
-    """
+    """Yields all plots above, with their names; none if no images are given."""
     if not features:
         return
     yield "accuracy_matrix", accuracy_matrix(results)
@@ -214,12 +209,7 @@ def of_a_run(
 
 
 def check_installed(*modules: str) -> None:
-    """
-    Check that what the plots are drawn with can be imported.
-
-    Raises:
-        ImportError: with the command that installs it.
-    """
+    """Raises an `ImportError` with the command to run, unless what the plots are drawn with can be imported."""
     for name in modules or ("matplotlib.figure", "sklearn.manifold"):
         try:
             import_module(name)

@@ -280,11 +280,10 @@ def check_backbone(
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switches dropout off for a while."""
+    """Switches dropout off, and the modes of all modules back."""
     training = [module for module in model.modules() if module.training]
     try:
-        for module in training:
-            module.training = False
+        model.eval()
         yield
     finally:
         for module in training:
@@ -293,11 +292,8 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 def _saved_reference(tensors: Mapping[str, Tensor]) -> Reference | None:
     """The reference among an expert's tensors; `None` where it was never computed."""
-    mean, std = (
-        next((tensor for key, tensor in tensors.items() if key.endswith(f"luca_reference_{part}")), None)
-        for part in ("mean", "std")
-    )
-    return None if mean is None or std is None or is_identity(mean, std) else (mean, std)
+    found = [t for part in ("mean", "std") for key, t in tensors.items() if key.endswith(f"luca_reference_{part}")]
+    return (found[0], found[1]) if len(found) == 2 and not is_identity(*found) else None
 
 
 def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """
 A pytest plugin that runs PEFT's own tests, unedited, on LuCA: it puts LuCA's configurations in the place of the values
-that the tests are parametrised with, and leaves out what is not parametrised by a method. See test_upstream.py.
+with which the tests are parametrized, and deselects tests that are not parametrized by a method. See test_upstream.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CASES: list[tuple[str, str, type, dict[str, Any]]] = [
     ("LuCA on a head", "MLP", LucaConfig, {"target_modules": ["lin1"], "reduction": 2}),
     ("LuCA on a head, by a string", "MLP", LucaConfig, {"target_modules": "lin1", "reduction": 2}),
     ("LuCA in the middle", "MLP", LucaConfig, {"target_modules": ["lin0"], "reduction": 2}),
-    ("linear head", "MLP", LucaConfig, {"target_modules": ["lin1"], "reduction": 2, "head": "linear"}),
+    ("free scale", "MLP", LucaConfig, {"target_modules": ["lin1"], "reduction": 2, "positive_scale": False}),
     (
         "norm before the residual",
         "MLP",
@@ -61,10 +61,10 @@ EXCLUSIONS: dict[str, str] = {
     r"::test_(merge_layers|safe_merge|disable_adapters_with_merging|delete_merged_adapter)": MERGES,
     r"::test_forward_b?float16": MERGES + " (tests/tuner/test_peft_verbs.py has half precision without merging)",
     r"::test_delete_(adapter|inactive_adapter|adapter_properly_cleans_up_after_itself)\[": LAST,
-    r"::test_active_adapter\[": "makes two adapters active at once; one expert is active, or a router asks all",
+    r"::test_active_adapter\[": "makes two adapters active at once; one expert is active, or a router chooses among all",
     r"::test_disable_adapters\[": "expects a new adapter to change nothing; an expert has class rows of its own",
     r"::test_save_load_roundtrip\[classes of its own": "compares with the base's outputs, of another width",
-    r"::test_save_load_roundtrip_fsdp_wrapped\[(?!linear head)": "FSDP1 shards no scalar parameters, and σ is one",
+    r"::test_save_load_roundtrip_fsdp_wrapped\[": "FSDP1 shards no scalar parameters, and σ is one",
     r"modules_to_save": MODULES_TO_SAVE,
     r"::test_set_requires_grad\[": MODULES_TO_SAVE,
     r"::test_set_adapter_non_overlapping_modules": ONE_HEAD,
