@@ -21,7 +21,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..routing import LabelSpace, Router
+from ..routing import LabelSpace, Router, make_router
 from ..routing.statistics import ClassStatistics
 from ..tuner.backbone import check_backbone
 from ..tuner.config import LucaConfig
@@ -241,8 +241,7 @@ def load_expert(
     statistics: bool = True,
 ) -> PeftModel:
     """
-    Adds one expert to a backbone, or to a model that has experts already. Its files are read and checked before the
-    model is changed.
+    Adds one expert to a backbone, or to a model that has experts already, as [`load_experts`] does.
 
     Args:
         model (`nn.Module`): The backbone with a head, or a model with experts.
@@ -250,15 +249,8 @@ def load_expert(
         name (`str`, *optional*):
             What the expert is called in the model, by default the last part of its id. Of a collection: which of its
             experts; no other is downloaded, and the collection's router is not set.
-        revision (`str`, *optional*): Branch, tag or commit on the Hub.
-        token (`str` or `bool`, *optional*): Hub token.
         rename (`dict`, *optional*): Other names for classes, `{class: name}`.
-        allow_mismatch (`bool`, *optional*, defaults to `False`): Load an expert of another backbone too.
-        statistics (`bool`, *optional*, defaults to `True`): Load its statistics too.
-
-    Raises:
-        InvalidExpertError: the source is not an expert, or its files are not sound.
-        ValueError: the model has an expert of that name, or the expert is of another backbone.
+        revision, token, allow_mismatch, statistics: See [`load_experts`].
     """
     places = ["", f"{name}/"] if name and NAME_RULE.fullmatch(name) else [""]
     folder = _local(source, revision, token, places, statistics)
@@ -347,9 +339,7 @@ def _load(
             heads[key] = _find_head(base, folder, config)
         check_expert_name(name, model, heads[key].name)
         experts[name] = _read_expert(folder, name, config, base, heads[key], rename.get(name, {}), statistics)
-    router = None if manifest is None else manifest.make_router()
-    if manifest is not None and router is not None:
-        _check_router(router, manifest, tuner, experts)
+    router = None if manifest is None else _make_router(manifest, tuner, experts)
 
     # From here on nothing is refused.
     for name, expert in experts.items():
@@ -414,8 +404,10 @@ def _find_head(base: nn.Module, folder: Path, config: LucaConfig) -> Head:
     return head
 
 
-def _check_router(router: Router, manifest: Manifest, tuner: LucaModel | None, experts: Mapping[str, _Expert]) -> None:
-    """Prepares a router for the experts as they will be in the model, to see whether it can be."""
+def _make_router(manifest: Manifest, tuner: LucaModel | None, experts: Mapping[str, _Expert]) -> Router | None:
+    """Makes a collection's router, and prepares it for the experts as they will be in the model to see that it can."""
+    if manifest.router is None:
+        return None
     classes: dict[str, Sequence[str]] = dict(tuner.experts) if tuner else {}
     statistics = dict(tuner.statistics) if tuner else {}
     references: dict[str, Any] = {name: tuner.layer.experts.reference(name) for name in tuner.experts} if tuner else {}
@@ -431,9 +423,14 @@ def _check_router(router: Router, manifest: Manifest, tuner: LucaModel | None, e
         by_name=torch.tensor(sorted(range(len(names)), key=names.__getitem__)),
         label_space=LabelSpace(classes),
         statistics=statistics,
-        reference=references.get,
+        reference=lambda name: references[name] and [tensor.cpu() for tensor in references[name]],
     )
     try:
+        router = make_router(manifest.router["name"], **manifest.router["options"])
         router.prepare(preview)
-    except ValueError as error:
-        raise manifest.refuse_router(str(error)) from error
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise InvalidExpertError(
+            f"{manifest.path} asks for the router {show(manifest.router)}: {error} To load its experts without the "
+            f"router, load them one by one: load_expert(model, source, {manifest.names[0]!r})."
+        ) from error
+    return router

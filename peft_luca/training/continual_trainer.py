@@ -35,7 +35,7 @@ from ..data.collator import ImageCollator
 from ..data.feature_cache import FeatureDataset, FeatureExtractor, default_cache_dir, digest_images, features_key
 from ..data.sources import DatasetLike
 from ..data.task_stream import Task, TaskStream
-from ..hub.model_card import CARD_NAME, make_card
+from ..hub.model_card import CARD_NAME, CardFacts, make_card
 from ..hub.publishing import RESULTS_NAME, push_experts
 from ..hub.saving import load_experts, save_experts
 from ..hub.validation import MANIFEST_NAME, MAX_NUMBER
@@ -923,14 +923,8 @@ class ContinualTrainer(Trainer):
         """
         if self.is_world_process_zero():
             name = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-            card = make_card(
-                self.tuner,
-                name,
-                base_model=base_model,
-                license=license,
-                datasets=datasets,
-                results=self.results() if self._records else None,
-            )
+            results = self.results() if self._records else None
+            card = make_card(self.tuner, name, CardFacts(base_model, license, datasets, results))
             (Path(self.args.output_dir) / CARD_NAME).write_text(card, encoding="utf-8")
 
     def _push_what_is_learnt(self) -> None:

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from peft_luca.hub.model_card import (
     MAX_CLASS_TAGS,
     TAGS,
+    CardFacts,
     class_tag,
     collection_figures,
     draw_accuracy_matrix,
@@ -157,8 +158,8 @@ Sparsity is the share of [^\n]+ Fingerprint of the backbone:
 """
 
 
-def card(experts, **kwargs):
-    return make_card(make_model(experts).base_model, "lab/pair", **kwargs)
+def card(experts, expert=None, picture=False, **facts):
+    return make_card(make_model(experts).base_model, "lab/pair", CardFacts(**facts), expert=expert, picture=picture)
 
 
 def test_all_of_a_collections_card():
