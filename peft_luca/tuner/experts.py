@@ -40,8 +40,8 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         "luca_scale",
     )
     other_param_names = ("luca_reference_mean", "luca_reference_std")
-    # The ℓ1 penalty runs over these: the LuCA module, not the rows and not σ.
-    module_names = adapter_layer_names[:5]
+    containers = (*adapter_layer_names, *other_param_names)
+    module_names = adapter_layer_names[:5]  # the LuCA module: neither the rows nor σ
 
     def __init__(self, base_layer: nn.Module, width: int, input_width: int) -> None:
         super().__init__()
@@ -64,8 +64,6 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         self._disable_adapters = False
         self.merged_adapters = []
         self._experts: Any = None  # what routers see of the experts; made anew when they change
-
-    # ---- experts -------------------------------------------------------------------------------------------------
 
     def update_layer(self, adapter_name: str, config: LucaConfig) -> None:
         """Adds an expert. Its config must be resolved and its classes known."""
@@ -92,20 +90,13 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def add_expert(self, adapter_name: str, config: LucaConfig, tensors: Mapping[str, Tensor]) -> None:
-        """
-        Adds a trained expert, frozen. PEFT's own way goes over all modules of the model for every expert, which takes
-        minutes among a thousand.
-
-        Args:
-            adapter_name (`str`): The expert.
-            config ([`LucaConfig`]): Its config, resolved, with its classes.
-            tensors (`dict[str, torch.Tensor]`): Its tensors, named as in its file but without the head's name.
-        """
+        """Adds a trained expert, frozen. `tensors` are named as in its file, without the name of the head."""
+        # PEFT's own way goes over all modules of the model for every expert, which takes minutes among a thousand.
         alone = type(self)(self.base_layer, self.width, self.input_width)
         alone.update_layer(adapter_name, config)
         alone.train(self.training)
         alone.load_expert(adapter_name, tensors)
-        for container in (*self.adapter_layer_names, *self.other_param_names):
+        for container in self.containers:
             if adapter_name in getattr(alone, container):
                 getattr(self, container)[adapter_name] = getattr(alone, container)[adapter_name]
         self.configs[adapter_name] = config
@@ -139,11 +130,10 @@ class ExpertStore(nn.Module, BaseTunerLayer):
             if adapter_name in buffers and buffers[adapter_name].dtype in (torch.float16, torch.bfloat16):
                 buffers[adapter_name] = buffers[adapter_name].float()
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    def merge(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(MERGE_REFUSED)
 
-    def unmerge(self) -> None:
-        raise NotImplementedError(MERGE_REFUSED)
+    unmerge = merge
 
     def duplicate_of(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> str | None:
         """Another expert that has exactly these weights, which are named as those of `adapter_name`."""
@@ -160,13 +150,11 @@ class ExpertStore(nn.Module, BaseTunerLayer):
     def tensors(self, adapter_name: str) -> dict[str, Tensor]:
         """Every tensor of an expert, by its name within the layer."""
         found: dict[str, Tensor] = {}
-        for container in (*self.adapter_layer_names, *self.other_param_names):
+        for container in self.containers:
             if adapter_name in getattr(self, container):
-                entry = getattr(self, container)[adapter_name]
-                inner = (
-                    {"": entry} if isinstance(entry, Tensor) else {f".{k}": t for k, t in entry.state_dict().items()}
-                )
-                found |= {f"{container}.{adapter_name}{key}": tensor for key, tensor in inner.items()}
+                entry, name = getattr(self, container)[adapter_name], f"{container}.{adapter_name}"
+                inner = {"": entry} if isinstance(entry, Tensor) else entry.state_dict(prefix=".")
+                found |= {name + key: tensor for key, tensor in inner.items()}
         return found
 
     def luca_parameters(self, adapter_name: str) -> dict[str, nn.Parameter]:
@@ -184,6 +172,7 @@ class ExpertStore(nn.Module, BaseTunerLayer):
 
 
 def _xavier(linear: nn.Linear) -> nn.Linear:
+    """Initializes a layer as the released code does."""
     nn.init.xavier_uniform_(linear.weight)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)

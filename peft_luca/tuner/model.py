@@ -110,12 +110,7 @@ class LucaModel(PeftHooks):
         self.sync_labels()
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
-        """
-        Activates one expert, which answers over its own classes. Switches the router off.
-
-        Raises:
-            ValueError: there is no such expert, or several were named.
-        """
+        """Activates one expert, which answers over its own classes. Switches the router off."""
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         if len(names) > 1:
             raise ValueError(
@@ -129,23 +124,13 @@ class LucaModel(PeftHooks):
             self.sync_labels()
 
     def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
-        """
-        Makes experts trainable, or freezes them, without activating them.
-
-        Raises:
-            ValueError: there is no such expert.
-        """
+        """Makes experts trainable, or freezes them, without activating them."""
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         self._check_experts(names)
         super().set_requires_grad(names, requires_grad)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """
-        Deletes an expert. What is left is exactly the model that never had it.
-
-        Raises:
-            ValueError: there is no such expert, or it is the only one.
-        """
+        """Deletes an expert. What is left is exactly the model that never had it."""
         if list(self.peft_config) == [adapter_name]:
             raise ValueError(
                 f"{adapter_name!r} is the only expert, and PEFT cannot run a model without one. Use unload() to get "

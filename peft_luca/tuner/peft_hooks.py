@@ -70,8 +70,7 @@ class PeftHooks(BaseTuner):
             layer = LucaLayer(target, width=head.width, input_width=head.input_width)
             layer.base_labels = self._base_labels
             layer.set_adapter(self.active_adapters)
-            # Not PEFT's _replace_module, which asks the head for a weight that the head of a base without labels
-            # lacks.
+            # PEFT's _replace_module asks the head for a weight, which the head of a base without labels lacks.
             setattr(parent, target_name, layer)
             target = layer
         target.update_layer(adapter_name, peft_config)
@@ -86,11 +85,7 @@ class PeftHooks(BaseTuner):
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(MERGE_REFUSED)
 
-    def unmerge_adapter(self) -> None:
-        raise NotImplementedError(MERGE_REFUSED)
-
-    def _check_merge_allowed(self) -> None:
-        raise NotImplementedError(MERGE_REFUSED)
+    unmerge_adapter = _check_merge_allowed = merge_adapter
 
     @contextmanager
     def _enable_peft_forward_hooks(
@@ -103,9 +98,7 @@ class PeftHooks(BaseTuner):
             yield
             return
         if self.training:
-            raise ValueError(
-                "Cannot pass `adapter_names` when the model is in training mode. Call model.eval() first."
-            )
+            raise ValueError("Cannot pass `adapter_names` when the model is in training mode. Call model.eval().")
         if "__base__" in adapter_names:
             raise ValueError(
                 "adapter_names has '__base__', but the base model's own head has other classes than the experts, so "
