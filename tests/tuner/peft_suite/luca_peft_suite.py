@@ -61,7 +61,7 @@ EXCLUSIONS: dict[str, str] = {
     r"::test_(merge_layers|safe_merge|disable_adapters_with_merging|delete_merged_adapter)": MERGES,
     r"::test_forward_b?float16": MERGES + " (tests/tuner/test_peft_verbs.py has half precision without merging)",
     r"::test_delete_(adapter|inactive_adapter|adapter_properly_cleans_up_after_itself)\[": LAST,
-    r"::test_active_adapter\[": "makes two adapters active at once; one expert is active, or a router chooses among all",
+    r"::test_active_adapter\[": "makes two adapters active at once; one expert is active, or a router chooses",
     r"::test_disable_adapters\[": "expects a new adapter to change nothing; an expert has class rows of its own",
     r"::test_save_load_roundtrip\[classes of its own": "compares with the base's outputs, of another width",
     r"::test_save_load_roundtrip_fsdp_wrapped\[": "FSDP1 shards no scalar parameters, and σ is one",
