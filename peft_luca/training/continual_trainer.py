@@ -31,20 +31,15 @@ from transformers.trainer_utils import HubStrategy, TrainOutput, has_length, see
 from transformers.utils import logging
 
 from .. import visualization as plots
-from ..data.feature_cache import (
-    FeatureDataset,
-    default_cache_dir,
-    digest_images,
-    extract_features,
-    features_key,
-)
+from ..data.collator import ImageCollator
+from ..data.feature_cache import FeatureDataset, FeatureExtractor, default_cache_dir, digest_images, features_key
 from ..data.sources import DatasetLike
 from ..data.task_stream import Task, TaskStream
 from ..hub.model_card import CARD_NAME, CardFacts, make_card
 from ..hub.publishing import RESULTS_NAME, push_experts
 from ..hub.saving import load_experts, save_experts
 from ..hub.validation import MANIFEST_NAME, MAX_NUMBER
-from ..preprocessing import ImageCollator, channels_of, check_processor, image_size, undecoded
+from ..preprocessing import channels_of, check_processor, image_size, undecoded
 from ..routing import make_router
 from ..tuner.config import LucaConfig
 from ..tuner.head import check_expert_name, find_head
@@ -149,7 +144,7 @@ class ContinualTrainer(Trainer):
         if isinstance(model, PeftModel):
             tuner_of(model).layer.experts.prepared(make_router(args.router))
         collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
-        check_processor(collator, model)
+        check_processor(processing_class, model)
         kwargs.setdefault("compute_metrics", _accuracy)
         kwargs.setdefault("data_collator", collator)
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
@@ -429,15 +424,12 @@ class ContinualTrainer(Trainer):
             key = features_key(backbone, collator, self._digests[task.name, split], args.features_dtype)
         (key,) = broadcast_object_list([key])
         self.model.eval()
-        features = extract_features(
+        extract = FeatureExtractor(
             lambda pixels: self.tuner.pooled_features(pixels.to(args.device, backbone.dtype)),
-            dataset,
             collator,
             args.per_device_eval_batch_size,
             args.dataloader_num_workers,
-            f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}"),
-            args.disable_tqdm,
-            path=Path(args.features_cache_dir or default_cache_dir()) / f"{key}.arrow",
+            disable_tqdm=args.disable_tqdm,
             dtype=args.features_dtype,
             on_bad_image=args.on_bad_image,
             writes=args.should_save,
@@ -446,6 +438,11 @@ class ContinualTrainer(Trainer):
                 "multiprocessing_context": args.dataloader_multiprocessing_context,
                 "prefetch_factor": args.dataloader_prefetch_factor,
             },
+        )
+        features = extract(
+            dataset,
+            Path(args.features_cache_dir or default_cache_dir()) / f"{key}.arrow",
+            f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}"),
         )
         if features.skipped and view is None:
             self._say(
