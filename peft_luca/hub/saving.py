@@ -28,7 +28,7 @@ from ..tuner.config import LucaConfig
 from ..tuner.head import Head, check_expert_name, find_head
 from ..tuner.layer import LucaLayer, find_layer
 from ..tuner.model import LucaModel, quiet_peft, tuner_of
-from ..utils import NAME_RULE, InvalidExpertError, atomic_write, check_classes, show, write_json
+from ..utils import NAME_RULE, InvalidExpertError, atomic_write, check_classes, list_names, show, write_json
 from .validation import (
     MANIFEST_FORMAT,
     MANIFEST_NAME,
@@ -156,17 +156,10 @@ def save_statistics(statistics: ClassStatistics, folder: Source) -> None:
         save_file(present, temporary, {"statistics": about})
 
 
-def list_names(names: Sequence[str], limit: int = 10) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(repr, names[:limit])) + more
-
-
 def _check_known(tuner: LucaModel, names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in tuner.experts]
     if unknown:
-        raise ValueError(
-            f"there is no expert {show(unknown[0])} to save. The model has {list_names(list(tuner.experts))}."
-        )
+        raise ValueError(f"there is no expert {show(unknown[0])} to save. The model has {list_names(tuner.experts)}.")
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------
