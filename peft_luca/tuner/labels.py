@@ -53,7 +53,7 @@ class Labels(NamedTuple):
         if self.id2label is None or not hasattr(config, "id2label"):
             return
         config.id2label = dict(self.id2label)
-        config.label2id = dict(self.label2id or {name: i for i, name in self.id2label.items()})
+        config.label2id = self.label2id and dict(self.label2id)
         config.problem_type = self.problem_type
         if hasattr(model, "num_labels"):
             model.num_labels = len(self.id2label)
