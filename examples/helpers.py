@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from tempfile import mkdtemp
 
 from cil import BUNDLED_BACKBONE, digits, load_backbone
@@ -17,11 +16,11 @@ def some_digits(*wanted: int) -> Dataset:
     return digits().filter(lambda label: label in wanted, input_columns="label")
 
 
-def learn(stream: TaskStream, folder: str | Path | None = None, **arguments: object) -> ContinualTrainer:
-    """A trainer that has learnt the stream, in a new folder unless one is given."""
+def learn(stream: TaskStream, **arguments: object) -> ContinualTrainer:
+    """A trainer that has learned the stream, in a new folder."""
     trainer = ContinualTrainer(
         model=load_backbone(str(BUNDLED_BACKBONE), "float32"),
-        args=ContinualTrainingArguments(str(folder or mkdtemp()), **arguments),
+        args=ContinualTrainingArguments(mkdtemp(), **arguments),
         stream=stream,
         processing_class=AutoImageProcessor.from_pretrained(BUNDLED_BACKBONE),
     )

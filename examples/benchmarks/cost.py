@@ -30,7 +30,6 @@ from harness import RESULTS, be_quiet, make_trainer, write_results
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from peft_luca import FeatureDataset, ImageCollator, LucaConfig, TaskStream
@@ -85,7 +84,7 @@ def random_expert(model: Any, name: str, classes: list[str], rank: int) -> tuple
 
 
 @torch.no_grad()
-def routing(args: Any) -> None:
+def routing(args: Any) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     backbone = vit()
     pixels, z = torch.randn(args.batch, 3, 224, 224), torch.randn(args.batch, 768)
@@ -126,15 +125,14 @@ def routing(args: Any) -> None:
                 }
             )
             print(rows[-1], flush=True)
-            setting = {"batch": args.batch, "rounds": args.rounds, "rank": args.rank, "width": 768}
-            write_results(args.output, setting=setting, rows=rows)
         backbone = model.base_model.unload()
+    return {"setting": {"batch": args.batch, "rounds": args.rounds, "rank": args.rank, "width": 768}, "rows": rows}
 
 
 # ---- learning ----------------------------------------------------------------------------------------------------
 
 
-def learning(args: Any) -> None:
+def learning(args: Any) -> dict[str, Any]:
     """
     The peers are not run to their end: one epoch over a part of the images is timed, and scaled to 20 epochs over all.
     The released procedure runs the backbone in every epoch, and evaluates after each task as its code has it: for
@@ -146,8 +144,7 @@ def learning(args: Any) -> None:
     collate, rows = ImageCollator(processor(size), "image"), train.rename_column("label", "labels")
 
     def batches(count: int, size: int = BATCH) -> Any:
-        for start in range(0, count, size):
-            yield collate([rows[i] for i in range(start, min(start + size, count))])
+        return (collate([rows[int(i)] for i in part]) for part in torch.arange(count).split(size))
 
     @torch.no_grad()
     def one_pass() -> None:
@@ -166,7 +163,7 @@ def learning(args: Any) -> None:
         return seconds(epoch) / args.peer_images * args.train_images
 
     one = seconds(one_pass)
-    inference_peak = peak()
+    inference_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tuner = get_peft_model(model, LucaConfig(classes=["a", "b"])).base_model
     tuner.compute_reference()  # once for a backbone, and not counted
     model = tuner.unload()
@@ -178,40 +175,29 @@ def learning(args: Any) -> None:
         )  # fmt: skip
         trainer.given = super(type(trainer), trainer).features  # [CLS] is computed here
         whole = seconds(trainer.train)
-        training_peak = peak()
+        training_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         model = trainer.model.base_model.unload()
-    spent = args.test_images * one / args.train_images  # test images pass the backbone too: evaluation, not training
-    learned = whole - spent
+    learned = whole - args.test_images * one / args.train_images  # test images pass the backbone too, in evaluation
     released_epoch = epoch_of(model, nn.Linear(classes, classes), trunk_learns=False)
     tested = sum(t * t for t in range(1, TASKS + 1)) * args.test_images / TASKS  # after task t, t modules on t tasks
     released = EPOCHS * released_epoch + tested * one / args.train_images
     lora = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
     lora_epoch = epoch_of(lora, lambda logits: logits, trunk_learns=True)
     table = {
-        "one pass of the backbone": 1.0,
-        "all tasks, 20 epochs, evaluation not counted": learned / one,
-        "all tasks, 20 epochs, with evaluation": whole / one,
-        "released procedure, 20 epochs (one timed, scaled)": released / one,
-        "LoRA on q and v, 20 epochs (one timed, scaled)": EPOCHS * lora_epoch / one,
+        "one pass of the backbone": one,
+        "all tasks, 20 epochs, evaluation not counted": learned,
+        "all tasks, 20 epochs, with evaluation": whole,
+        "released procedure, 20 epochs (one timed, scaled)": released,
+        "LoRA on q and v, 20 epochs (one timed, scaled)": EPOCHS * lora_epoch,
     }
-    write_results(
-        args.output,
-        train_images=args.train_images,
-        test_images=args.test_images,
-        peer_images=args.peer_images,
-        size=size,
-        seconds_of_one_pass=round(one, 2),
-        passes={name: round(value, 3) for name, value in table.items()},
-        faster_than_released=round(released / whole, 2),
-        faster_than_released_without_evaluation=round(EPOCHS * released_epoch / learned, 2),
-        faster_than_lora=round(EPOCHS * lora_epoch / learned, 2),
-        peak_of_inference=round(training_peak / inference_peak, 3),
-    )
-
-
-def peak() -> float:
-    """Highest resident memory of the process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "seconds_of_one_pass": round(one, 2),
+        "passes": {name: round(value / one, 3) for name, value in table.items()},
+        "faster_than_released": round(released / whole, 2),
+        "faster_than_released_without_evaluation": round(EPOCHS * released_epoch / learned, 2),
+        "faster_than_lora": round(EPOCHS * lora_epoch / learned, 2),
+        "peak_of_inference": round(training_peak / inference_peak, 3),
+    }
 
 
 # ---- parameters --------------------------------------------------------------------------------------------------
@@ -266,7 +252,7 @@ def count_parameters() -> dict[str, int]:
     return {name: sum(tensor.numel() for tensor in found) for name, found in tensors.items()}
 
 
-def parameters(args: Any) -> None:
+def parameters(args: Any) -> dict[str, Any]:
     """An epoch: every image forwards, and backwards as far as there is something to learn."""
     images, labels = torch.randn(args.images, 3, 224, 224), torch.arange(args.images) % 10
     head, plain, models = nn.Linear(768, 10), vit(), [vit() for _ in range(3)]
@@ -299,17 +285,14 @@ def parameters(args: Any) -> None:
             ratios[name].append(seconds(epoch, *net) / passed)
     passes = {name: round(median(values), 3) for name, values in ratios.items()}
     counts = count_parameters()
-    write_results(
-        args.output,
-        images=args.images,
-        rounds=args.rounds,
-        parameters=counts,
-        times_lucas={name: round(count / counts["LuCA"], 2) for name, count in counts.items()},
-        passes_of_an_epoch=passes,
-        adapter_over_released=round(passes["adapter"] / next(iter(passes.values())), 2),
-        epochs=EPOCHS,
-        passes_of_all_epochs={name: round(EPOCHS * value, 1) for name, value in passes.items()},
-    )
+    return {
+        "parameters": counts,
+        "times_lucas": {name: round(count / counts["LuCA"], 2) for name, count in counts.items()},
+        "passes_of_an_epoch": passes,
+        "adapter_over_released": round(passes["adapter"] / next(iter(passes.values())), 2),
+        "epochs": EPOCHS,
+        "passes_of_all_epochs": {name: round(EPOCHS * value, 1) for name, value in passes.items()},
+    }
 
 
 # ---- the loop, and its memory ------------------------------------------------------------------------------------
@@ -327,7 +310,7 @@ def features_on_disk(file: Path, labels: Tensor, vectors: Callable[[int, int], T
 
 
 class BareExpert(nn.Module):
-    """An expert alone, as a stock Trainer takes it: its parameters are those that learn."""
+    """An expert alone, for a stock Trainer: its parameters are those that learn."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -339,16 +322,12 @@ class BareExpert(nn.Module):
         return {"loss": loss + 5e-4 * self.penalty("default")}
 
 
-def collate_rows(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    features, labels = zip(*rows, strict=True)
-    return {"features": torch.stack(features), "labels": torch.stack(labels)}
-
-
-def overhead(args: Any) -> None:
+def overhead(args: Any) -> dict[str, Any]:
     """Both train an expert of d = 768 by the same optimizer and steps, in turns, on a ViT of small pictures."""
     classes, times = 10, {"stock": [], "continual_train": [], "continual_train_task": []}
     labels = torch.arange(args.images) % classes
     vectors = torch.randn(args.images, 768) + torch.randn(classes, 768)[labels]
+    rows: Any = [{"features": z, "labels": label} for z, label in zip(vectors, labels, strict=True)]
     settings = {
         "per_device_train_batch_size": BATCH, "num_train_epochs": args.epochs, "learning_rate": 0.1, "optim": "sgd",
         "optim_args": "momentum=0.9", "lr_scheduler_type": "cosine", "max_grad_norm": 0.0, "use_cpu": True,
@@ -371,8 +350,7 @@ def overhead(args: Any) -> None:
             stock = Trainer(
                 BareExpert(model),
                 TrainingArguments(f"{folder}/stock{i}", remove_unused_columns=False, **settings),
-                train_dataset=TensorDataset(vectors, labels),
-                data_collator=collate_rows,
+                train_dataset=rows,
             )
             times["stock"].append(seconds(stock.train))
             ours = make_trainer(
@@ -387,7 +365,7 @@ def overhead(args: Any) -> None:
         for name in ("continual_train", "continual_train_task")
     }
     rates = {name: round(steps / median(values), 1) for name, values in times.items()}
-    write_results(args.output, steps=steps, steps_per_cpu_second=rates, times_of_stock=ours_over_stock, seconds=times)
+    return {"steps": steps, "steps_per_cpu_second": rates, "times_of_stock": ours_over_stock, "seconds": times}
 
 
 def resident(kind: str = "RssAnon") -> int:
@@ -409,7 +387,7 @@ class Watch(threading.Thread):
             time.sleep(0.1)
 
 
-def memory(args: Any) -> None:
+def memory(args: Any) -> dict[str, Any]:
     """Anonymous memory at its highest, beyond what the process had with the model loaded."""
     labels, generator = torch.arange(args.images) % args.classes, torch.Generator().manual_seed(0)
     stream = TaskStream.from_tasks([pictures(args.classes, args.classes, side=8)])
@@ -428,20 +406,18 @@ def memory(args: Any) -> None:
         watch.watching = False
         watch.join()
         size = file.stat().st_size
-    write_results(
-        args.output,
-        images=args.images,
-        steps=output.global_step,
-        seconds=round(spent, 1),
-        file_gib=round(size / gib, 3),
-        rss_anon_with_model_gib=round(before / gib, 3),
-        rss_anon_beyond_gib=round((watch.highest - before) / gib, 3),
-        limit_gib=4,
-    )
+    return {
+        "steps": output.global_step,
+        "seconds": round(spent, 1),
+        "file_gib": round(size / gib, 3),
+        "rss_anon_with_model_gib": round(before / gib, 3),
+        "rss_anon_beyond_gib": round((watch.highest - before) / gib, 3),
+        "limit_gib": 4,
+    }
 
 
-# Subcommand → what it does, its results file, and its arguments with their defaults.
-COMMANDS: dict[str, tuple[Callable[[Any], None], str, dict[str, Any]]] = {
+# Subcommand → what measures, its results file, and its arguments with their defaults.
+COMMANDS: dict[str, tuple[Callable[[Any], dict[str, Any]], str, dict[str, Any]]] = {
     "routing": (
         routing,
         "routing_cost_scale.json",
@@ -467,11 +443,12 @@ def parse_arguments(given: list[str]) -> Any:
     return parser.parse_args(given)
 
 
-def main() -> None:
-    args = parse_arguments(sys.argv[1:])
+def main(given: list[str] | None = None) -> None:
+    args = parse_arguments(sys.argv[1:] if given is None else given)
     be_quiet()
     torch.manual_seed(0)
-    COMMANDS[args.command][0](args)
+    settings = {name: value for name, value in vars(args).items() if name not in ("command", "output")}
+    write_results(args.output, **(settings | COMMANDS[args.command][0](args)))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ matplotlib.use("Agg")
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RESULTS, CONFIGS, DOCS = HERE / "results", HERE / "configs", ROOT / "docs"
+IMAGES = DOCS / "images"
 MARKS = re.compile(
     r"(<!-- (\w+), made by examples/benchmarks/report\.py -->\n).*?(<!-- end of the \2 -->\n)", flags=re.DOTALL
 )
@@ -319,8 +320,13 @@ def draw_tsne(tsne: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
+def draw_pictures() -> None:
+    draw_accuracy(RESULTS, IMAGES / "accuracy.png")
+    draw_growth(read(RESULTS / "growth.json"), IMAGES / "growth.png")
+    draw_tsne(read(RESULTS / "tsne.json"), IMAGES / "tsne.png")
+
+
 def save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90, metadata={"Software": None})
     plt.close(figure)
 
@@ -330,9 +336,7 @@ def main() -> None:
         text = page.read_text(encoding="utf-8")
         if MARKS.search(text):
             page.write_text(filled(text), encoding="utf-8")
-    draw_accuracy(RESULTS, DOCS / "images" / "accuracy.png")
-    draw_growth(read(RESULTS / "growth.json"), DOCS / "images" / "growth.png")
-    draw_tsne(read(RESULTS / "tsne.json"), DOCS / "images" / "tsne.png")
+    draw_pictures()
 
 
 if __name__ == "__main__":
