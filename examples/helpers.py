@@ -12,8 +12,9 @@ from peft_luca import ContinualTrainer, ContinualTrainingArguments, TaskStream
 
 
 def some_digits(*wanted: int) -> Dataset:
-    """The images of some digits, whose names are "0" to "9"."""
-    return digits().filter(lambda label: label in wanted, input_columns="label")
+    """Every second image of some digits, whose names are "0" to "9"."""
+    images = digits().filter(lambda label: label in wanted, input_columns="label")
+    return images.select(range(0, len(images), 2))
 
 
 def learn(stream: TaskStream, **arguments: object) -> ContinualTrainer:

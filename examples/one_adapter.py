@@ -18,7 +18,7 @@ from peft_luca import ImageCollator, LucaConfig
 
 def main() -> None:
     folder, backbone = mkdtemp(), str(BUNDLED_BACKBONE)
-    images = digits().rename_column("label", "labels").train_test_split(0.25, seed=0)
+    images = digits().rename_column("label", "labels").train_test_split(200, train_size=800, seed=0)
     names = images["train"].features["labels"].names
     model = get_peft_model(load_backbone(backbone, "float32"), LucaConfig(classes=names))
     model.compute_reference()  # once, before training

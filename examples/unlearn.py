@@ -21,7 +21,7 @@ def main() -> None:
     tasks.pop("middle")
     never = learn(TaskStream.from_tasks(tasks), num_train_epochs=5)
 
-    images = [image.convert("RGB") for image in some_digits(*range(10))[:200]["image"]]
+    images = [image.convert("RGB") for image in some_digits(*range(10))[:100]["image"]]
     pixels = never.processing_class(images=images, return_tensors="pt")["pixel_values"]
     for router in ("entropy", "gaussian"):
         logits = []
