@@ -1,4 +1,4 @@
-"""Every command of a results file parses, the harness measures every method, and the pages equal the results."""
+"""Every command of a results file parses, the harness measures every method, each script writes its figures."""
 
 import importlib
 import json
@@ -70,9 +70,6 @@ def read(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-# ---- commands ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_command_of_a_results_file_parses(path, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -120,14 +117,10 @@ def test_what_does_not_fit_is_refused_in_words(given, arguments, message):
         harness.Bench(run.parse_arguments([*given, *arguments.split()])[0][0][0])
 
 
-# ---- the harness -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", methods.METHODS)
 def test_every_method_is_measured_by_the_same_code(name, bench):
     figures = harness.measure(quick(name), bench, 0)
-    assert figures["last_accuracy"] > 1 / 7
-    assert figures["stage_classes"] == [2, 4, 6]
+    assert (figures["last_accuracy"] > 1 / 7, figures["stage_classes"]) == (True, [2, 4, 6])
     assert (figures["average_accuracy"] is None) == name.startswith("joint")
     has_experts = name in ("luca", "luca_gaussian", "luca_paper", "probes", "lora")
     assert (figures["routing_accuracy"] is not None) == has_experts
@@ -172,9 +165,6 @@ def test_a_seed_decides_the_order_of_classes_and_domains_come_one_after_another(
         assert harness.measure(quick(method), domains, 0)["stage_classes"] == [6, 6]
 
 
-# ---- the paper's data sets, as small local ones of the same form -------------------------------------------------
-
-
 def test_a_data_set_of_the_paper_is_read_and_cut_as_its_config_says(given, tmp_path):
     """CIFAR-100 by its columns, with images as paths, and with a class that has no test image."""
     names, rng = [f"n{7 * k + 10:04d}" for k in range(10)], np.random.default_rng(0)
@@ -204,9 +194,7 @@ def test_configs_of_the_papers_data_sets_have_the_papers_hyperparameters():
             assert (config["image_size"], f"inc{config['increment']}") == (224, name.rsplit("_", 1)[1])
 
 
-# ---- routers, ablations, growth, costs ---------------------------------------------------------------------------
-
-
+@pytest.mark.filterwarnings("ignore:routing_scope")
 def test_every_router_is_measured_on_the_same_experts_and_baselines_on_the_same_features(bench, monkeypatch):
     monkeypatch.setattr(methods, "RANPAC_WIDTH", 100)
     kept = read(RESULTS / "routing_digits.json")
@@ -222,7 +210,7 @@ def test_every_router_is_measured_on_the_same_experts_and_baselines_on_the_same_
 def test_an_ablation_has_figures_of_its_own(bench):
     quick = {"training": {"num_train_epochs": 1, "l1_proximal": True, "l1_weight": 0.1}}
     sparse = harness.measure(type("Quick", (ablations.Sparse,), quick), bench, 0)
-    assert sparse["sparsity"] > 0.1
+    assert 1 > sparse["sparsity"] > 0.1
     assert all(0 <= sparse[name] <= 1.01 for name in ("overlap", "subspace_cosine"))
     others = harness.measure(type("Quick", (ablations.OtherEntropies,), quick), bench, 0)
     assert {*ablations.FIGURES, "entropy_of_own_classes", "temperature 0.25"} <= set(others)
@@ -236,9 +224,8 @@ def test_drawn_features_have_the_data_sets_covariances(bench):
     away = train.features.double() - means[train.labels]
     within = away.T @ away / (len(away) - 6)
     assert float((torch.cov(z.T) - within).norm() / within.norm()) < 0.1
-    centres = torch.stack([drawn.images(k, 1).double()[0] for k in range(3000)])
-    between = torch.cov(means.T)
-    assert float((torch.cov(centres.T) - between - within).norm() / (between + within).norm()) < 0.15
+    total = torch.cov(torch.stack([drawn.images(k, 1).double()[0] for k in range(3000)]).T)
+    assert float((total - torch.cov(means.T) - within).norm() / total.norm()) < 0.15
     assert torch.equal(drawn.images(3, 5), drawn.images(3, 5))
 
 
@@ -253,6 +240,7 @@ def test_growth_measures_every_stop(given, tmp_path):
     assert set(first) == set(read(RESULTS / "growth.json")["rows"][0])
 
 
+@pytest.mark.filterwarnings("ignore:Adapter first was active")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -274,18 +262,11 @@ def test_a_cost_is_measured_and_written(arguments, tmp_path, monkeypatch):
     assert set(read(tmp_path / "cost.json")) >= set(read(kept)) - {"note"}
 
 
-def test_parameters_are_counted_and_a_layer_adapter_starts_without_effect():
+def test_parameters_are_counted():
     counts = cost.count_parameters()
     assert counts["LuCA"] == 149_808
     assert counts["adapter of width 64 in 12 blocks"] == 12 * (2 * 64 * 768 + 64 + 768)
     assert counts["LoRA, rank 16, q and v"] == 2 * counts["LoRA, rank 8, q and v"] == 12 * 2 * 2 * 16 * 768
-    vit, pixels = make_vit(), torch.randn(2, 3, SIDE, SIDE)
-    before = vit(pixels).logits
-    adapters = cost.add_layer_adapters(vit, 4)
-    assert torch.equal(vit(pixels).logits, before)
-    vit(pixels).logits.sum().backward()
-    assert all(adapter.up.weight.grad.abs().sum() > 0 for adapter in adapters)
-    assert all(parameter.grad is None for parameter in vit.parameters())
 
 
 def test_tsne_sees_the_images_of_the_last_task(bench):
@@ -293,9 +274,6 @@ def test_tsne_sees_the_images_of_the_last_task(bench):
     adapted, _, _ = tsne.see(type("Quick", (tsne.AdapterAlone,), QUICK["luca"]), bench, 1993)
     assert {ids[k] for k in labels.tolist()} == set(bench.stream(1993)[-1].classes)
     assert (raw.shape, adapted.shape, len(tsne.place(raw, labels)["points"])) == ((8, 32), (8, 32), 8)
-
-
-# ---- the constants of the router `gaussian` ----------------------------------------------------------------------
 
 
 def test_leaving_an_image_out_equals_fitting_without_it():
@@ -345,19 +323,15 @@ def test_a_data_set_is_measured_with_the_grid_that_is_chosen_from(given, tmp_pat
         calibration.choose([found, read(RESULTS / "strengths_digits.json")])
 
 
-# ---- the pages ---------------------------------------------------------------------------------------------------
-
-
-def test_the_generated_parts_of_the_pages_equal_the_results():
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        page = path.read_text(encoding="utf-8")
-        assert page == report.filled(page), f"{path.name}: run examples/benchmarks/report.py"
-        assert page.count(", made by examples/benchmarks/report.py -->") == len(report.MARKS.findall(page))
-
-
-def test_a_stream_of_your_own_has_its_table(tmp_path):
-    shutil.copytree(RESULTS / "digits", tmp_path / "mine")
-    assert report.streams(tmp_path).count("### mine\n") == report.streams(tmp_path).count("| LDA | ") == 1
+def test_a_stream_of_your_own_is_in_the_tables_and_a_page_is_filled_between_its_marks(tmp_path):
+    for stream, name in (("digits", "mine"), ("emoji_14x4", "emoji_14x4")):
+        shutil.copytree(RESULTS / stream, tmp_path / name)
+    tables = report.streams(tmp_path)
+    assert tables.count("| A_B | `emoji_14x4` | `mine` |") == 1
+    begin, end = "<!-- streams, made by examples/benchmarks/report.py -->\n", "<!-- end of the streams -->\n"
+    page = f"# Results\n{begin}old\n{end}The end.\n"
+    assert report.filled(page, tmp_path) == f"# Results\n{begin}\n{tables}\n{end}The end.\n"
+    assert report.filled(report.filled(page, tmp_path), tmp_path) == report.filled(page, tmp_path)
 
 
 def test_the_pictures_are_drawn(tmp_path, monkeypatch):

@@ -60,6 +60,14 @@ def seconds(function: Callable[..., Any], *arguments: Any) -> float:
     return time.process_time() - started
 
 
+def epoch(net: nn.Module, head: nn.Module, batches: Any, trunk_learns: bool) -> None:
+    """Every image forwards, and backwards as far as there is something to learn."""
+    for x, y in batches:
+        with torch.set_grad_enabled(trunk_learns):
+            out = net(x).logits
+        F.cross_entropy(head(out), y).backward()
+
+
 def pictures(count: int, classes: int, seed: int = 0, side: int = 64) -> datasets.Dataset:
     rng = np.random.default_rng(seed)
     images = [Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in range(count)]
@@ -92,7 +100,7 @@ def routing(args: Any) -> dict[str, Any]:
         model = get_peft_model(backbone, LucaConfig(classes=["a", "b"]), adapter_name="first")
         for t in range(experts):
             classes, name = [f"class {t} {k}" for k in range(args.classes_each)], f"expert_{t}"
-            model.base_model.add_expert(
+            model.add_expert(
                 name, LucaConfig(classes=classes).resolve(), *random_expert(model, name, classes, args.rank)
             )
         model.delete_adapter("first")
@@ -125,7 +133,7 @@ def routing(args: Any) -> dict[str, Any]:
                 }
             )
             print(rows[-1], flush=True)
-        backbone = model.base_model.unload()
+        backbone = model.unload()
     return {"setting": {"batch": args.batch, "rounds": args.rounds, "rank": args.rank, "width": 768}, "rows": rows}
 
 
@@ -144,29 +152,25 @@ def learning(args: Any) -> dict[str, Any]:
     collate, rows = ImageCollator(processor(size), "image"), train.rename_column("label", "labels")
 
     def batches(count: int, size: int = BATCH) -> Any:
-        return (collate([rows[int(i)] for i in part]) for part in torch.arange(count).split(size))
+        for part in torch.arange(count).split(size):
+            batch = collate([rows[int(i)] for i in part])
+            yield batch["pixel_values"], batch["labels"]
 
     @torch.no_grad()
     def one_pass() -> None:
-        for batch in batches(args.train_images, 32):
-            model(batch["pixel_values"])
+        for x, _ in batches(args.train_images, 32):
+            model(x)
 
-    def epoch_of(net: nn.Module, last: Callable[[Tensor], Tensor], trunk_learns: bool) -> float:
-        """Time of an epoch over the train images, measured on a part of them."""
-
-        def epoch() -> None:
-            for batch in batches(args.peer_images):
-                with torch.set_grad_enabled(trunk_learns):
-                    out = net(batch["pixel_values"]).logits
-                F.cross_entropy(last(out), batch["labels"]).backward()
-
-        return seconds(epoch) / args.peer_images * args.train_images
+    def epoch_of(net: nn.Module, last: nn.Module, trunk_learns: bool) -> float:
+        return (
+            seconds(epoch, net, last, batches(args.peer_images), trunk_learns) / args.peer_images * args.train_images
+        )
 
     one = seconds(one_pass)
     inference_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    tuner = get_peft_model(model, LucaConfig(classes=["a", "b"])).base_model
-    tuner.compute_reference()  # once for a backbone, and not counted
-    model = tuner.unload()
+    wrapped = get_peft_model(model, LucaConfig(classes=["a", "b"]))
+    wrapped.compute_reference()  # once for a backbone, and not counted
+    model = wrapped.unload()
     stream = TaskStream.from_dataset((train, test), increment=2)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
@@ -176,13 +180,13 @@ def learning(args: Any) -> dict[str, Any]:
         trainer.given = super(type(trainer), trainer).features  # [CLS] is computed here
         whole = seconds(trainer.train)
         training_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        model = trainer.model.base_model.unload()
+        model = trainer.model.unload()
     learned = whole - args.test_images * one / args.train_images  # test images pass the backbone too, in evaluation
     released_epoch = epoch_of(model, nn.Linear(classes, classes), trunk_learns=False)
     tested = sum(t * t for t in range(1, TASKS + 1)) * args.test_images / TASKS  # after task t, t modules on t tasks
     released = EPOCHS * released_epoch + tested * one / args.train_images
     lora = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
-    lora_epoch = epoch_of(lora, lambda logits: logits, trunk_learns=True)
+    lora_epoch = epoch_of(lora, nn.Identity(), trunk_learns=True)
     table = {
         "one pass of the backbone": one,
         "all tasks, 20 epochs, evaluation not counted": learned,
@@ -253,7 +257,7 @@ def count_parameters() -> dict[str, int]:
 
 
 def parameters(args: Any) -> dict[str, Any]:
-    """An epoch: every image forwards, and backwards as far as there is something to learn."""
+    """Numbers to learn, and epochs in passes of the backbone."""
     images, labels = torch.randn(args.images, 3, 224, 224), torch.arange(args.images) % 10
     head, plain, models = nn.Linear(768, 10), vit(), [vit() for _ in range(3)]
     for model in models:
@@ -261,16 +265,10 @@ def parameters(args: Any) -> dict[str, Any]:
     released, adapter, lora = models
     add_layer_adapters(adapter)
     nets = {
-        "released procedure (LuCA, backbone in every epoch)": (released, False),
-        "adapter": (adapter, True),
-        "LoRA, rank 16": (lora_of(lora, 16), True),
+        "released procedure (LuCA, backbone in every epoch)": released,
+        "adapter": adapter,
+        "LoRA, rank 16": lora_of(lora, 16),
     }
-
-    def epoch(net: nn.Module, trunk_learns: bool) -> None:
-        for x, y in zip(images.split(16), labels.split(16), strict=True):
-            with torch.set_grad_enabled(trunk_learns):
-                out = net(x).logits
-            F.cross_entropy(head(out), y).backward()
 
     @torch.no_grad()
     def one_pass() -> None:
@@ -282,7 +280,8 @@ def parameters(args: Any) -> dict[str, Any]:
     for _ in range(args.rounds):  # in turn, so that other work on the machine disturbs all alike
         passed = seconds(one_pass)
         for name, net in nets.items():
-            ratios[name].append(seconds(epoch, *net) / passed)
+            batches = zip(images.split(16), labels.split(16), strict=True)
+            ratios[name].append(seconds(epoch, net, head, batches, net is not released) / passed)
     passes = {name: round(median(values), 3) for name, values in ratios.items()}
     counts = count_parameters()
     return {
@@ -374,17 +373,10 @@ def resident(kind: str = "RssAnon") -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(kind))
 
 
-class Watch(threading.Thread):
-    """Looks at the memory ten times a second, and keeps the highest."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.highest, self.watching = 0, True
-
-    def run(self) -> None:
-        while self.watching:
-            self.highest = max(self.highest, resident())
-            time.sleep(0.1)
+def watch(found: list[int], done: threading.Event) -> None:
+    """Looks at the memory ten times a second."""
+    while not done.wait(0.1):
+        found.append(resident())
 
 
 def memory(args: Any) -> dict[str, Any]:
@@ -393,8 +385,9 @@ def memory(args: Any) -> dict[str, Any]:
     stream = TaskStream.from_tasks([pictures(args.classes, args.classes, side=8)])
     model, gib = vit(image_size=32, num_hidden_layers=2, hidden_size=args.width), 2**30
     with tempfile.TemporaryDirectory() as folder:
-        file, before, watch = Path(folder) / "features.arrow", resident(), Watch()
-        watch.start()
+        file, before, done = Path(folder) / "features.arrow", resident(), threading.Event()
+        seen = [before]
+        threading.Thread(target=watch, args=(seen, done), daemon=True).start()
         features = features_on_disk(file, labels, lambda i, j: torch.randn(j - i, args.width, generator=generator))
         trainer = make_trainer(
             model, processor(32), stream, f"{folder}/out", lambda task, split: features,
@@ -403,15 +396,14 @@ def memory(args: Any) -> dict[str, Any]:
         started = time.perf_counter()
         output = trainer.train_task(stream[0])
         spent = time.perf_counter() - started
-        watch.watching = False
-        watch.join()
+        done.set()
         size = file.stat().st_size
     return {
         "steps": output.global_step,
         "seconds": round(spent, 1),
         "file_gib": round(size / gib, 3),
         "rss_anon_with_model_gib": round(before / gib, 3),
-        "rss_anon_beyond_gib": round((watch.highest - before) / gib, 3),
+        "rss_anon_beyond_gib": round((max(seen) - before) / gib, 3),
         "limit_gib": 4,
     }
 

@@ -282,7 +282,7 @@ class Bench:
                 self.domain[split] = torch.tensor(list(there)).repeat_interleave(torch.tensor(list(map(len, found))))
         self.width = self.parts["train"].features.shape[1]
         self.seconds_per_image = self._time_a_pass(model)
-        self.model = model.base_model.unload()
+        self.model = model.unload()
 
     @torch.no_grad()
     def _time_a_pass(self, model: Any) -> float:

@@ -76,6 +76,7 @@ IN_SUMMARY = {
 ROUTERS = {"entropy": "entropy", "energy": "energy", "prototype": "lda", "lda": "lda", "gaussian": "gaussian"}
 ROUTERS |= {"ridge": "ridge"}
 ROUTING_SETS = {"digits": "digits, 5 tasks", "emoji_14": "emoji, 14 tasks", "emoji_29": "emoji, 29 tasks"}
+DETAILED = "emoji_14x4"  # the stream whose costs are shown
 SHARE = "share of the backbone's time, median"
 MIB = 2**20
 
@@ -91,10 +92,10 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def share(figure: dict[str, Any] | None) -> str:
-    """Mean ± deviation."""
+    """Mean±deviation."""
     if figure is None:
         return ""
-    return f"{figure['mean']:.3f}" + ("" if figure["deviation"] is None else f" ± {figure['deviation']:.3f}")
+    return f"{figure['mean']:.3f}" + (f"±{figure['deviation']:.3f}" if figure["deviation"] else "")
 
 
 # ---- methods on streams ------------------------------------------------------------------------------------------
@@ -107,29 +108,25 @@ def rows_of(results: Path, stream: str) -> dict[str, dict[str, Any]]:
 
 
 def streams(results: Path) -> str:
+    """A_B and Ā of all methods on all streams, and everything else on one stream."""
     own = {path.name: path.name for path in sorted(results.iterdir()) if path.is_dir() and path.name not in STREAMS}
+    found = {stream: rows for stream in STREAMS | own if (rows := rows_of(results, stream))}
     parts = []
-    for stream, title in (STREAMS | own).items():
-        rows = rows_of(results, stream)
-        if not rows:
-            continue
+    for title, figure in (("A_B", "last_accuracy"), ("Ā", "average_accuracy")):
         lines = []
-        for method, row in rows.items():
-            summary = row["summary"]
-            cells = [METHODS[method], *(share(summary.get(name)) for name in FIGURES.values())]
-            cells += [f"{summary[f'{name}_per_task']['mean']:{form}}" for name, form in COSTS[0].items()]
-            cells += [f"{summary[f'{name}_passes']['mean']:{form}}" for name, form in COSTS[1].items()]
-            lines.append([*cells, str(len(row["seeds"]))])
-        first = next(iter(rows.values()))["stream"]
-        tasks = first["tasks"]
-        alike, listed = len(set(tasks)) == 1, ", ".join(map(str, tasks))
-        sizes = f"{len(tasks)} tasks of {tasks[0]}" if alike else f"tasks of {listed}"
-        parts.append(
-            f"### {title}\n\n`{first['model']}`, {first['classes']} classes, {sizes} classes; "
-            f"{first['train_images']:,} train and {first['test_images']:,} test images (`results/{stream}/`).\n\n"
-            + table(["", *FIGURES, *COSTS[0], *COSTS[1], "seeds"], lines)
-        )
-    return "\n".join(parts)
+        for method, words in METHODS.items():
+            cells = [share(rows[method]["summary"].get(figure)) if method in rows else "" for rows in found.values()]
+            lines += [[words, *cells]] if any(cells) else []
+        parts.append(table([title, *(f"`{stream}`" for stream in found)], lines))
+    lines = []
+    for method, row in found[DETAILED].items():
+        summary = row["summary"]
+        cells = [share(summary.get(FIGURES[name])) for name in ("forgetting", "right expert", "task known")]
+        cells += [f"{summary[f'{name}_per_task']['mean']:{form}}" for name, form in COSTS[0].items()]
+        cells += [f"{summary[f'{name}_passes']['mean']:{form}}" for name, form in COSTS[1].items()]
+        lines.append([METHODS[method], *cells])
+    head = [f"`{DETAILED}`", "forgetting", "right expert", "task known", *COSTS[0], *COSTS[1]]
+    return "\n".join([*parts, table(head, lines)])
 
 
 def summary(results: Path) -> str:
