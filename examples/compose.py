@@ -1,6 +1,6 @@
 """
-Two people train an expert each, on classes that the other never sees. A third one puts both on one backbone, and every
-image is answered by the right one without being told which that is.
+Two people train an expert each, on classes that the other never sees. A third person puts both on one backbone. The
+router chooses an expert for each image; nobody says which.
 
     python examples/compose.py
 """
@@ -32,7 +32,7 @@ def main() -> None:
     classify = pipeline("image-classification", model=model.get_base_model(), image_processor=processor)
     answers = classify([image.convert("RGB") for image in images["image"]], top_k=1, batch_size=32)
     right = sum(answer[0]["label"] == names[label] for answer, label in zip(answers, images["label"], strict=True))
-    print(f"{right} of {len(images)} images answered right")
+    print(f"{right} of {len(images)} images classified right")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """
-Images of your own, in folders of one class each, inside folders `train` and `test`. Without a path it writes such
-folders first, from scikit-learn's digits.
+Images of your own, in a folder for each class inside the folders `train` and `test`. Without a path it first writes
+such folders from scikit-learn's digits.
 
     python examples/image_folder.py path/to/images
 """
@@ -8,7 +8,6 @@ folders first, from scikit-learn's digits.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -17,22 +16,17 @@ from helpers import learn, some_digits
 from peft_luca import TaskStream
 
 
-def write_folders(folder: Path) -> None:
-    """folder/train/<class>/<number>.png, and every fourth image of a class in folder/test."""
-    seen: Counter[int] = Counter()
-    for row in some_digits(0, 1, 2, 3):
-        label, split = row["label"], "train" if seen[row["label"]] % 4 else "test"
-        (folder / split / str(label)).mkdir(parents=True, exist_ok=True)
-        row["image"].save(folder / split / str(label) / f"{seen[label]}.png")
-        seen[label] += 1
+def write_folders(folder: Path) -> Path:
+    """folder/train/<class>/<number>.png, and every fourth image in folder/test."""
+    for i, row in enumerate(some_digits(0, 1, 2, 3)):
+        place = folder / ("train" if i % 4 else "test") / str(row["label"])
+        place.mkdir(parents=True, exist_ok=True)
+        row["image"].save(place / f"{i}.png")
+    return folder
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        folder = Path(sys.argv[1])
-    else:
-        folder = Path(mkdtemp())
-        write_folders(folder)
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else write_folders(Path(mkdtemp()))
     stream = TaskStream.from_dataset(folder, increment=2)
     print(stream)
     trainer = learn(stream)

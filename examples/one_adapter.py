@@ -1,5 +1,5 @@
 """
-One LuCA expert, trained by transformers' own `Trainer`, saved and loaded by PEFT's own methods: no stream, no task.
+One LuCA expert, trained by transformers' own `Trainer`, saved and loaded by PEFT's own methods: no stream, no tasks.
 
     python examples/one_adapter.py
 """
@@ -18,19 +18,16 @@ from peft_luca import ImageCollator, LucaConfig
 
 def main() -> None:
     folder, backbone = mkdtemp(), str(BUNDLED_BACKBONE)
-    images = digits().rename_column("label", "labels").train_test_split(0.25, seed=0)
-    model = get_peft_model(
-        load_backbone(backbone, "float32"), LucaConfig(classes=images["train"].features["labels"].names)
-    )
+    images = digits().rename_column("label", "labels").train_test_split(200, train_size=800, seed=0)
+    names = images["train"].features["labels"].names
+    model = get_peft_model(load_backbone(backbone, "float32"), LucaConfig(classes=names))
     model.compute_reference()  # once, before training
     model.print_trainable_parameters()
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
-            folder, num_train_epochs=2, per_device_train_batch_size=32, learning_rate=2e-3, lr_scheduler_type="cosine",
-            remove_unused_columns=False, dataloader_pin_memory=False, report_to="none",
-            save_strategy="no",
-            logging_strategy="epoch",
+            folder, num_train_epochs=2, per_device_train_batch_size=32, learning_rate=2e-3, save_strategy="no",
+            lr_scheduler_type="cosine", remove_unused_columns=False, dataloader_pin_memory=False, report_to="none",
         ),
         train_dataset=images["train"],
         eval_dataset=images["test"],
@@ -43,7 +40,7 @@ def main() -> None:
 
     trainer.model = PeftModel.from_pretrained(load_backbone(backbone, "float32"), folder)
     again = trainer.evaluate()["eval_accuracy"]
-    print(f"accuracy {accuracy:.3f} over {len(model.classes)} classes, and {again:.3f} after loading it again")
+    print(f"accuracy {accuracy:.3f} over {len(names)} classes, and {again:.3f} after loading it again")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from harness import RESULTS, be_quiet, make_trainer, write_results
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from peft_luca import FeatureDataset, ImageCollator, LucaConfig, TaskStream
@@ -61,6 +60,14 @@ def seconds(function: Callable[..., Any], *arguments: Any) -> float:
     return time.process_time() - started
 
 
+def epoch(net: nn.Module, head: nn.Module, batches: Any, trunk_learns: bool) -> None:
+    """Every image forwards, and backwards as far as there is something to learn."""
+    for x, y in batches:
+        with torch.set_grad_enabled(trunk_learns):
+            out = net(x).logits
+        F.cross_entropy(head(out), y).backward()
+
+
 def pictures(count: int, classes: int, seed: int = 0, side: int = 64) -> datasets.Dataset:
     rng = np.random.default_rng(seed)
     images = [Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in range(count)]
@@ -85,7 +92,7 @@ def random_expert(model: Any, name: str, classes: list[str], rank: int) -> tuple
 
 
 @torch.no_grad()
-def routing(args: Any) -> None:
+def routing(args: Any) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     backbone = vit()
     pixels, z = torch.randn(args.batch, 3, 224, 224), torch.randn(args.batch, 768)
@@ -93,7 +100,7 @@ def routing(args: Any) -> None:
         model = get_peft_model(backbone, LucaConfig(classes=["a", "b"]), adapter_name="first")
         for t in range(experts):
             classes, name = [f"class {t} {k}" for k in range(args.classes_each)], f"expert_{t}"
-            model.base_model.add_expert(
+            model.add_expert(
                 name, LucaConfig(classes=classes).resolve(), *random_expert(model, name, classes, args.rank)
             )
         model.delete_adapter("first")
@@ -126,15 +133,14 @@ def routing(args: Any) -> None:
                 }
             )
             print(rows[-1], flush=True)
-            setting = {"batch": args.batch, "rounds": args.rounds, "rank": args.rank, "width": 768}
-            write_results(args.output, setting=setting, rows=rows)
-        backbone = model.base_model.unload()
+        backbone = model.unload()
+    return {"setting": {"batch": args.batch, "rounds": args.rounds, "rank": args.rank, "width": 768}, "rows": rows}
 
 
 # ---- learning ----------------------------------------------------------------------------------------------------
 
 
-def learning(args: Any) -> None:
+def learning(args: Any) -> dict[str, Any]:
     """
     The peers are not run to their end: one epoch over a part of the images is timed, and scaled to 20 epochs over all.
     The released procedure runs the backbone in every epoch, and evaluates after each task as its code has it: for
@@ -146,30 +152,25 @@ def learning(args: Any) -> None:
     collate, rows = ImageCollator(processor(size), "image"), train.rename_column("label", "labels")
 
     def batches(count: int, size: int = BATCH) -> Any:
-        for start in range(0, count, size):
-            yield collate([rows[i] for i in range(start, min(start + size, count))])
+        for part in torch.arange(count).split(size):
+            batch = collate([rows[int(i)] for i in part])
+            yield batch["pixel_values"], batch["labels"]
 
     @torch.no_grad()
     def one_pass() -> None:
-        for batch in batches(args.train_images, 32):
-            model(batch["pixel_values"])
+        for x, _ in batches(args.train_images, 32):
+            model(x)
 
-    def epoch_of(net: nn.Module, last: Callable[[Tensor], Tensor], trunk_learns: bool) -> float:
-        """Time of an epoch over the train images, measured on a part of them."""
-
-        def epoch() -> None:
-            for batch in batches(args.peer_images):
-                with torch.set_grad_enabled(trunk_learns):
-                    out = net(batch["pixel_values"]).logits
-                F.cross_entropy(last(out), batch["labels"]).backward()
-
-        return seconds(epoch) / args.peer_images * args.train_images
+    def epoch_of(net: nn.Module, last: nn.Module, trunk_learns: bool) -> float:
+        return (
+            seconds(epoch, net, last, batches(args.peer_images), trunk_learns) / args.peer_images * args.train_images
+        )
 
     one = seconds(one_pass)
-    inference_peak = peak()
-    tuner = get_peft_model(model, LucaConfig(classes=["a", "b"])).base_model
-    tuner.compute_reference()  # once for a backbone, and not counted
-    model = tuner.unload()
+    inference_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    wrapped = get_peft_model(model, LucaConfig(classes=["a", "b"]))
+    wrapped.compute_reference()  # once for a backbone, and not counted
+    model = wrapped.unload()
     stream = TaskStream.from_dataset((train, test), increment=2)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
@@ -178,40 +179,29 @@ def learning(args: Any) -> None:
         )  # fmt: skip
         trainer.given = super(type(trainer), trainer).features  # [CLS] is computed here
         whole = seconds(trainer.train)
-        training_peak = peak()
-        model = trainer.model.base_model.unload()
-    spent = args.test_images * one / args.train_images  # test images pass the backbone too: evaluation, not training
-    learned = whole - spent
+        training_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        model = trainer.model.unload()
+    learned = whole - args.test_images * one / args.train_images  # test images pass the backbone too, in evaluation
     released_epoch = epoch_of(model, nn.Linear(classes, classes), trunk_learns=False)
     tested = sum(t * t for t in range(1, TASKS + 1)) * args.test_images / TASKS  # after task t, t modules on t tasks
     released = EPOCHS * released_epoch + tested * one / args.train_images
     lora = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
-    lora_epoch = epoch_of(lora, lambda logits: logits, trunk_learns=True)
+    lora_epoch = epoch_of(lora, nn.Identity(), trunk_learns=True)
     table = {
-        "one pass of the backbone": 1.0,
-        "all tasks, 20 epochs, evaluation not counted": learned / one,
-        "all tasks, 20 epochs, with evaluation": whole / one,
-        "released procedure, 20 epochs (one timed, scaled)": released / one,
-        "LoRA on q and v, 20 epochs (one timed, scaled)": EPOCHS * lora_epoch / one,
+        "one pass of the backbone": one,
+        "all tasks, 20 epochs, evaluation not counted": learned,
+        "all tasks, 20 epochs, with evaluation": whole,
+        "released procedure, 20 epochs (one timed, scaled)": released,
+        "LoRA on q and v, 20 epochs (one timed, scaled)": EPOCHS * lora_epoch,
     }
-    write_results(
-        args.output,
-        train_images=args.train_images,
-        test_images=args.test_images,
-        peer_images=args.peer_images,
-        size=size,
-        seconds_of_one_pass=round(one, 2),
-        passes={name: round(value, 3) for name, value in table.items()},
-        faster_than_released=round(released / whole, 2),
-        faster_than_released_without_evaluation=round(EPOCHS * released_epoch / learned, 2),
-        faster_than_lora=round(EPOCHS * lora_epoch / learned, 2),
-        peak_of_inference=round(training_peak / inference_peak, 3),
-    )
-
-
-def peak() -> float:
-    """Highest resident memory of the process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "seconds_of_one_pass": round(one, 2),
+        "passes": {name: round(value / one, 3) for name, value in table.items()},
+        "faster_than_released": round(released / whole, 2),
+        "faster_than_released_without_evaluation": round(EPOCHS * released_epoch / learned, 2),
+        "faster_than_lora": round(EPOCHS * lora_epoch / learned, 2),
+        "peak_of_inference": round(training_peak / inference_peak, 3),
+    }
 
 
 # ---- parameters --------------------------------------------------------------------------------------------------
@@ -266,8 +256,8 @@ def count_parameters() -> dict[str, int]:
     return {name: sum(tensor.numel() for tensor in found) for name, found in tensors.items()}
 
 
-def parameters(args: Any) -> None:
-    """An epoch: every image forwards, and backwards as far as there is something to learn."""
+def parameters(args: Any) -> dict[str, Any]:
+    """Numbers to learn, and epochs in passes of the backbone."""
     images, labels = torch.randn(args.images, 3, 224, 224), torch.arange(args.images) % 10
     head, plain, models = nn.Linear(768, 10), vit(), [vit() for _ in range(3)]
     for model in models:
@@ -275,16 +265,10 @@ def parameters(args: Any) -> None:
     released, adapter, lora = models
     add_layer_adapters(adapter)
     nets = {
-        "released procedure (LuCA, backbone in every epoch)": (released, False),
-        "adapter": (adapter, True),
-        "LoRA, rank 16": (lora_of(lora, 16), True),
+        "released procedure (LuCA, backbone in every epoch)": released,
+        "adapter": adapter,
+        "LoRA, rank 16": lora_of(lora, 16),
     }
-
-    def epoch(net: nn.Module, trunk_learns: bool) -> None:
-        for x, y in zip(images.split(16), labels.split(16), strict=True):
-            with torch.set_grad_enabled(trunk_learns):
-                out = net(x).logits
-            F.cross_entropy(head(out), y).backward()
 
     @torch.no_grad()
     def one_pass() -> None:
@@ -296,20 +280,18 @@ def parameters(args: Any) -> None:
     for _ in range(args.rounds):  # in turn, so that other work on the machine disturbs all alike
         passed = seconds(one_pass)
         for name, net in nets.items():
-            ratios[name].append(seconds(epoch, *net) / passed)
+            batches = zip(images.split(16), labels.split(16), strict=True)
+            ratios[name].append(seconds(epoch, net, head, batches, net is not released) / passed)
     passes = {name: round(median(values), 3) for name, values in ratios.items()}
     counts = count_parameters()
-    write_results(
-        args.output,
-        images=args.images,
-        rounds=args.rounds,
-        parameters=counts,
-        times_lucas={name: round(count / counts["LuCA"], 2) for name, count in counts.items()},
-        passes_of_an_epoch=passes,
-        adapter_over_released=round(passes["adapter"] / next(iter(passes.values())), 2),
-        epochs=EPOCHS,
-        passes_of_all_epochs={name: round(EPOCHS * value, 1) for name, value in passes.items()},
-    )
+    return {
+        "parameters": counts,
+        "times_lucas": {name: round(count / counts["LuCA"], 2) for name, count in counts.items()},
+        "passes_of_an_epoch": passes,
+        "adapter_over_released": round(passes["adapter"] / next(iter(passes.values())), 2),
+        "epochs": EPOCHS,
+        "passes_of_all_epochs": {name: round(EPOCHS * value, 1) for name, value in passes.items()},
+    }
 
 
 # ---- the loop, and its memory ------------------------------------------------------------------------------------
@@ -327,7 +309,7 @@ def features_on_disk(file: Path, labels: Tensor, vectors: Callable[[int, int], T
 
 
 class BareExpert(nn.Module):
-    """An expert alone, as a stock Trainer takes it: its parameters are those that learn."""
+    """An expert alone, for a stock Trainer: its parameters are those that learn."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -339,16 +321,12 @@ class BareExpert(nn.Module):
         return {"loss": loss + 5e-4 * self.penalty("default")}
 
 
-def collate_rows(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    features, labels = zip(*rows, strict=True)
-    return {"features": torch.stack(features), "labels": torch.stack(labels)}
-
-
-def overhead(args: Any) -> None:
+def overhead(args: Any) -> dict[str, Any]:
     """Both train an expert of d = 768 by the same optimizer and steps, in turns, on a ViT of small pictures."""
     classes, times = 10, {"stock": [], "continual_train": [], "continual_train_task": []}
     labels = torch.arange(args.images) % classes
     vectors = torch.randn(args.images, 768) + torch.randn(classes, 768)[labels]
+    rows: Any = [{"features": z, "labels": label} for z, label in zip(vectors, labels, strict=True)]
     settings = {
         "per_device_train_batch_size": BATCH, "num_train_epochs": args.epochs, "learning_rate": 0.1, "optim": "sgd",
         "optim_args": "momentum=0.9", "lr_scheduler_type": "cosine", "max_grad_norm": 0.0, "use_cpu": True,
@@ -371,8 +349,7 @@ def overhead(args: Any) -> None:
             stock = Trainer(
                 BareExpert(model),
                 TrainingArguments(f"{folder}/stock{i}", remove_unused_columns=False, **settings),
-                train_dataset=TensorDataset(vectors, labels),
-                data_collator=collate_rows,
+                train_dataset=rows,
             )
             times["stock"].append(seconds(stock.train))
             ours = make_trainer(
@@ -387,7 +364,7 @@ def overhead(args: Any) -> None:
         for name in ("continual_train", "continual_train_task")
     }
     rates = {name: round(steps / median(values), 1) for name, values in times.items()}
-    write_results(args.output, steps=steps, steps_per_cpu_second=rates, times_of_stock=ours_over_stock, seconds=times)
+    return {"steps": steps, "steps_per_cpu_second": rates, "times_of_stock": ours_over_stock, "seconds": times}
 
 
 def resident(kind: str = "RssAnon") -> int:
@@ -396,27 +373,21 @@ def resident(kind: str = "RssAnon") -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(kind))
 
 
-class Watch(threading.Thread):
-    """Looks at the memory ten times a second, and keeps the highest."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.highest, self.watching = 0, True
-
-    def run(self) -> None:
-        while self.watching:
-            self.highest = max(self.highest, resident())
-            time.sleep(0.1)
+def watch(found: list[int], done: threading.Event) -> None:
+    """Looks at the memory ten times a second."""
+    while not done.wait(0.1):
+        found.append(resident())
 
 
-def memory(args: Any) -> None:
+def memory(args: Any) -> dict[str, Any]:
     """Anonymous memory at its highest, beyond what the process had with the model loaded."""
     labels, generator = torch.arange(args.images) % args.classes, torch.Generator().manual_seed(0)
     stream = TaskStream.from_tasks([pictures(args.classes, args.classes, side=8)])
     model, gib = vit(image_size=32, num_hidden_layers=2, hidden_size=args.width), 2**30
     with tempfile.TemporaryDirectory() as folder:
-        file, before, watch = Path(folder) / "features.arrow", resident(), Watch()
-        watch.start()
+        file, before, done = Path(folder) / "features.arrow", resident(), threading.Event()
+        seen = [before]
+        threading.Thread(target=watch, args=(seen, done), daemon=True).start()
         features = features_on_disk(file, labels, lambda i, j: torch.randn(j - i, args.width, generator=generator))
         trainer = make_trainer(
             model, processor(32), stream, f"{folder}/out", lambda task, split: features,
@@ -425,23 +396,20 @@ def memory(args: Any) -> None:
         started = time.perf_counter()
         output = trainer.train_task(stream[0])
         spent = time.perf_counter() - started
-        watch.watching = False
-        watch.join()
+        done.set()
         size = file.stat().st_size
-    write_results(
-        args.output,
-        images=args.images,
-        steps=output.global_step,
-        seconds=round(spent, 1),
-        file_gib=round(size / gib, 3),
-        rss_anon_with_model_gib=round(before / gib, 3),
-        rss_anon_beyond_gib=round((watch.highest - before) / gib, 3),
-        limit_gib=4,
-    )
+    return {
+        "steps": output.global_step,
+        "seconds": round(spent, 1),
+        "file_gib": round(size / gib, 3),
+        "rss_anon_with_model_gib": round(before / gib, 3),
+        "rss_anon_beyond_gib": round((max(seen) - before) / gib, 3),
+        "limit_gib": 4,
+    }
 
 
-# Subcommand → what it does, its results file, and its arguments with their defaults.
-COMMANDS: dict[str, tuple[Callable[[Any], None], str, dict[str, Any]]] = {
+# Subcommand → what measures, its results file, and its arguments with their defaults.
+COMMANDS: dict[str, tuple[Callable[[Any], dict[str, Any]], str, dict[str, Any]]] = {
     "routing": (
         routing,
         "routing_cost_scale.json",
@@ -467,11 +435,12 @@ def parse_arguments(given: list[str]) -> Any:
     return parser.parse_args(given)
 
 
-def main() -> None:
-    args = parse_arguments(sys.argv[1:])
+def main(given: list[str] | None = None) -> None:
+    args = parse_arguments(sys.argv[1:] if given is None else given)
     be_quiet()
     torch.manual_seed(0)
-    COMMANDS[args.command][0](args)
+    settings = {name: value for name, value in vars(args).items() if name not in ("command", "output")}
+    write_results(args.output, **(settings | COMMANDS[args.command][0](args)))
 
 
 if __name__ == "__main__":

@@ -86,12 +86,12 @@ class StreamArguments:
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> Any:
     if not path.is_file():
-        known = ", ".join(sorted(map(str, CONFIGS.glob("*.json"))))
-        raise SystemExit(f"there is no config {path}. There are {known}.")
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return config
+        raise SystemExit(
+            f"there is no config {path}. There are {', '.join(sorted(map(str, CONFIGS.glob('*.json'))))}."
+        )
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def arguments_of(config: dict[str, Any]) -> list[str]:
@@ -282,7 +282,7 @@ class Bench:
                 self.domain[split] = torch.tensor(list(there)).repeat_interleave(torch.tensor(list(map(len, found))))
         self.width = self.parts["train"].features.shape[1]
         self.seconds_per_image = self._time_a_pass(model)
-        self.model = model.base_model.unload()
+        self.model = model.unload()
 
     @torch.no_grad()
     def _time_a_pass(self, model: Any) -> float:
@@ -360,15 +360,7 @@ def set_image_size(processor: Any, size: int) -> None:
 
 
 class Method:
-    """
-    A way to learn a stream.
-
-    Args:
-        bench ([`Bench`]): The data and the backbone.
-        stream ([`TaskStream`]): The tasks that it learns.
-        ids (`tuple[str, ...]`): Class names in the order of their label ids.
-        seed (`int`): Seed of its training.
-    """
+    """A way to learn `stream`. `ids` are the class names in the order of their label ids."""
 
     joint = False  # learns all classes at once: a bound, not a continual learner
     runs_backbone = False  # passes images through the backbone itself; others learn from [CLS], which costs one pass

@@ -80,7 +80,7 @@ class Luca(Method):
         return sum(file.stat().st_size for file in Path(self.folder.name).rglob("*.safetensors"))
 
     def close(self) -> None:
-        self.bench.model = self.model.base_model.unload()
+        self.bench.model = self.model.unload()
         self.folder.cleanup()
 
 

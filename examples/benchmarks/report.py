@@ -26,6 +26,7 @@ matplotlib.use("Agg")
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RESULTS, CONFIGS, DOCS = HERE / "results", HERE / "configs", ROOT / "docs"
+IMAGES = DOCS / "images"
 MARKS = re.compile(
     r"(<!-- (\w+), made by examples/benchmarks/report\.py -->\n).*?(<!-- end of the \2 -->\n)", flags=re.DOTALL
 )
@@ -75,6 +76,7 @@ IN_SUMMARY = {
 ROUTERS = {"entropy": "entropy", "energy": "energy", "prototype": "lda", "lda": "lda", "gaussian": "gaussian"}
 ROUTERS |= {"ridge": "ridge"}
 ROUTING_SETS = {"digits": "digits, 5 tasks", "emoji_14": "emoji, 14 tasks", "emoji_29": "emoji, 29 tasks"}
+DETAILED = "emoji_14x4"  # the stream whose costs are shown
 SHARE = "share of the backbone's time, median"
 MIB = 2**20
 
@@ -90,10 +92,10 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def share(figure: dict[str, Any] | None) -> str:
-    """Mean ± deviation."""
+    """Mean±deviation."""
     if figure is None:
         return ""
-    return f"{figure['mean']:.3f}" + ("" if figure["deviation"] is None else f" ± {figure['deviation']:.3f}")
+    return f"{figure['mean']:.3f}" + (f"±{figure['deviation']:.3f}" if figure["deviation"] else "")
 
 
 # ---- methods on streams ------------------------------------------------------------------------------------------
@@ -106,29 +108,25 @@ def rows_of(results: Path, stream: str) -> dict[str, dict[str, Any]]:
 
 
 def streams(results: Path) -> str:
+    """A_B and Ā of all methods on all streams, and everything else on one stream."""
     own = {path.name: path.name for path in sorted(results.iterdir()) if path.is_dir() and path.name not in STREAMS}
+    found = {stream: rows for stream in STREAMS | own if (rows := rows_of(results, stream))}
     parts = []
-    for stream, title in (STREAMS | own).items():
-        rows = rows_of(results, stream)
-        if not rows:
-            continue
+    for title, figure in (("A_B", "last_accuracy"), ("Ā", "average_accuracy")):
         lines = []
-        for method, row in rows.items():
-            summary = row["summary"]
-            cells = [METHODS[method], *(share(summary.get(name)) for name in FIGURES.values())]
-            cells += [f"{summary[f'{name}_per_task']['mean']:{form}}" for name, form in COSTS[0].items()]
-            cells += [f"{summary[f'{name}_passes']['mean']:{form}}" for name, form in COSTS[1].items()]
-            lines.append([*cells, str(len(row["seeds"]))])
-        first = next(iter(rows.values()))["stream"]
-        tasks = first["tasks"]
-        alike, listed = len(set(tasks)) == 1, ", ".join(map(str, tasks))
-        sizes = f"{len(tasks)} tasks of {tasks[0]}" if alike else f"tasks of {listed}"
-        parts.append(
-            f"### {title}\n\n`{first['model']}`, {first['classes']} classes, {sizes} classes; "
-            f"{first['train_images']:,} train and {first['test_images']:,} test images (`results/{stream}/`).\n\n"
-            + table(["", *FIGURES, *COSTS[0], *COSTS[1], "seeds"], lines)
-        )
-    return "\n".join(parts)
+        for method, words in METHODS.items():
+            cells = [share(rows[method]["summary"].get(figure)) if method in rows else "" for rows in found.values()]
+            lines += [[words, *cells]] if any(cells) else []
+        parts.append(table([title, *(f"`{stream}`" for stream in found)], lines))
+    lines = []
+    for method, row in found[DETAILED].items():
+        summary = row["summary"]
+        cells = [share(summary.get(FIGURES[name])) for name in ("forgetting", "right expert", "task known")]
+        cells += [f"{summary[f'{name}_per_task']['mean']:{form}}" for name, form in COSTS[0].items()]
+        cells += [f"{summary[f'{name}_passes']['mean']:{form}}" for name, form in COSTS[1].items()]
+        lines.append([METHODS[method], *cells])
+    head = [f"`{DETAILED}`", "forgetting", "right expert", "task known", *COSTS[0], *COSTS[1]]
+    return "\n".join([*parts, table(head, lines)])
 
 
 def summary(results: Path) -> str:
@@ -319,8 +317,13 @@ def draw_tsne(tsne: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
+def draw_pictures() -> None:
+    draw_accuracy(RESULTS, IMAGES / "accuracy.png")
+    draw_growth(read(RESULTS / "growth.json"), IMAGES / "growth.png")
+    draw_tsne(read(RESULTS / "tsne.json"), IMAGES / "tsne.png")
+
+
 def save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90, metadata={"Software": None})
     plt.close(figure)
 
@@ -330,9 +333,7 @@ def main() -> None:
         text = page.read_text(encoding="utf-8")
         if MARKS.search(text):
             page.write_text(filled(text), encoding="utf-8")
-    draw_accuracy(RESULTS, DOCS / "images" / "accuracy.png")
-    draw_growth(read(RESULTS / "growth.json"), DOCS / "images" / "growth.png")
-    draw_tsne(read(RESULTS / "tsne.json"), DOCS / "images" / "tsne.png")
+    draw_pictures()
 
 
 if __name__ == "__main__":
