@@ -283,7 +283,7 @@ def test_the_text_about_routers_has_the_figures_of_the_results():
     for name, figure in re.findall(r"`(\w+)` (0\.\d+)", said.split(";")[0]):
         assert float(figure) == mean(measured[name]["last_accuracy"]), name
     assert float(re.search(r"task known (0\.\d+)\.", said)[1]) == mean(measured["entropy"]["task_known_accuracy"])
-    share = results_of("routing_cost.json", "summary", "routing as a share of the backbone's time", "mean")
+    share = results_of("routing_cost.json", "rows", 0, "share of the backbone's time, median")
     assert f"takes {100 * share:.2f} % of" in said
     unknown, cost = flat("docs/routing.md").split("## Unknown")[1].split("## Cost")
     three = [measured[name] for name in ("entropy", "lda", "gaussian")]
