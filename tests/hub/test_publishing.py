@@ -441,7 +441,7 @@ def test_peft_loads_what_was_pushed_and_the_code_of_the_card_runs(hub, tmp_path,
 
 @pytest.mark.slow
 def test_the_code_of_a_collections_card_runs_and_runs_offline_afterwards(hub, tmp_path):
-    push_experts(make_model({"t": ["a", "b"], "w": ["c"]}, base=base_on_the_hub(hub, tmp_path / "base")), "owner/t")
+    push(make_model({"t": ["a", "b"], "w": ["c"]}, base=base_on_the_hub(hub, tmp_path / "base")), "owner/t")
     code = code_of_card(hub, "owner/t")
     with pytest.raises(AssertionError, match=r"offline|Offline"):
         run(hub, code, tmp_path / "home", HF_HUB_OFFLINE="1")
