@@ -6,7 +6,7 @@ from .data.feature_cache import FeatureDataset
 from .data.task_stream import Task, TaskStream
 from .hub.saving import list_experts, load_expert, load_experts, push_expert, push_experts, save_expert, save_experts
 from .preprocessing import ImageCollator
-from .routing.router import RoutingOutput
+from .routing import Router, RoutingOutput
 from .training.arguments import ContinualTrainingArguments
 from .training.continual_trainer import ContinualTrainer
 from .training.metrics import ContinualAccuracy
@@ -30,6 +30,7 @@ __all__ = [
     "LucaConfig",
     "LucaLayer",
     "LucaModel",
+    "Router",
     "RoutingOutput",
     "Task",
     "TaskStream",

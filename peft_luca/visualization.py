@@ -20,9 +20,8 @@ from torch import Tensor
 
 from .data.feature_cache import FeatureDataset
 from .preprocessing import to_rgb
-from .routing.router import entropy
+from .routing.score_routers import entropy
 from .training.metrics import forgetting, stage_accuracies
-from .training.sparsity import pairwise_overlap
 from .tuner.layer import LucaLayer, find_layer
 
 
@@ -135,59 +134,6 @@ def entropy_histograms(model: PeftModel, features: Features) -> Figure:
     return figure
 
 
-def calibrator_gates(model: PeftModel, features: Features) -> Figure:
-    """
-    What the calibrator lets through: its gates, mean over the images of every class (rows), dimensions in the order
-    of their mean (columns).
-
-    Args:
-        model ([`~peft.PeftModel`]): The model.
-        features (`dict[str, FeatureDataset]`): Expert → [CLS] of its task's images.
-
-    Raises:
-        ValueError: no expert has a calibrator.
-    """
-    layer, names = _layer(model, features)
-    names = [name for name in names if name in layer.luca_calibrator_down]
-    if not names:
-        raise ValueError("no expert has a calibrator to draw: their arrangement is 'adapter'.")
-    rows, labels = [], []
-    for name in names:
-        classes = layer.configs[name].classes or []
-        gates = torch.cat([layer.gates(z, name).detach().cpu().float() for z in features[name].features.split(4096)])
-        for own, label in enumerate(classes):
-            if bool((features[name].labels == own).any()):
-                rows.append(gates[features[name].labels == own].mean(dim=0))
-                labels.append(f"{name}: {label}")
-    means = torch.stack(rows).numpy()
-    figure, axes = _figure(1, 6.4, min(9.0, 2.0 + 0.22 * len(labels)))
-    _heat(axes[0], means[:, means.mean(axis=0).argsort()], figure, limits=(0, 1), rows=labels, aspect="auto")
-    axes[0].set(xlabel="dimension, by its mean gate", xticks=[], title="Calibrator gates, mean of each class")
-    return figure
-
-
-def expert_overlap(model: PeftModel, tolerance: float = WEAK) -> Figure:
-    """
-    How sparse the experts are, and which share of the numbers that two experts use they both use, in per cent.
-
-    Args:
-        model ([`~peft.PeftModel`]): The model.
-        tolerance (`float`, *optional*, defaults to `0.001`): Numbers up to this count as zero.
-    """
-    layer = find_layer(model)[1]
-    experts = list(layer.configs)
-    sparsity, overlap = pairwise_overlap(layer, tolerance)
-    figure, (bars, pairs) = _figure(2, 9.6, 4.2)
-    bars.barh(experts, 100 * sparsity, color=COLORS[2], edgecolor="black", hatch=HATCHES[1])
-    bars.invert_yaxis()
-    bars.set(xlim=(0, 100), xlabel="%", title=f"Numbers of at most {tolerance:g}")
-    if len(experts) > 2 * NAMED:
-        bars.set_yticks([])
-    _heat(pairs, 100 * overlap, figure, limits=(0, 100), rows=experts, columns=experts)
-    pairs.set(title="Numbers that two experts share (%)")
-    return figure
-
-
 def tsne(model: PeftModel, features: Features, seed: int = 0) -> Figure:
     """
     [CLS] of images in the plane, by t-SNE: a marker for every task, and a ring around each image that another expert
@@ -278,15 +224,12 @@ def of_a_run(
         features (`dict[str, FeatureDataset]`): Expert → [CLS] of its task's test images; may be empty.
         images (`dict[str, Sequence[PIL.Image.Image]]`): Expert → the same images.
     """
-    yield "expert_overlap", expert_overlap(model)
     if not features:
         return
     for draw in (accuracy_matrix, accuracy_over_stream):
         yield draw.__name__, draw(results)
     for look in (routing_confusion, entropy_histograms):
         yield look.__name__, look(model, features)
-    if find_layer(model)[1].luca_calibrator_down:
-        yield "calibrator_gates", calibrator_gates(model, features)
     if sum(map(len, features.values())) > 3:
         yield "tsne", tsne(model, features)
     yield "misrouted_images", misrouted_images(model, features, images)
@@ -334,7 +277,7 @@ def _ask(model: PeftModel, features: Features) -> _Said:
         rows = torch.arange(0, len(given), max(1, -(-len(given) // each)))
         for piece in rows.split(256):
             z = given.features[piece]
-            scores = layer.scores(_there(layer, z))[0]
+            scores = layer.scores(_there(layer, z))
             task = torch.full_like(piece, experts.index(name))
             said = (_route(layer, z), entropy(scores).float().cpu(), scores.argmax(dim=-1).cpu())
             parts.append((z.cpu(), given.labels[piece], task, piece, *said))
@@ -343,7 +286,7 @@ def _ask(model: PeftModel, features: Features) -> _Said:
 
 @torch.no_grad()
 def _route(layer: LucaLayer, z: Tensor) -> Tensor:
-    return layer.route(_there(layer, z)).expert.cpu()
+    return layer.route_features(_there(layer, z)).expert.cpu()
 
 
 def _there(layer: LucaLayer, z: Tensor) -> Tensor:

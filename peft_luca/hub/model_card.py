@@ -186,7 +186,7 @@ def _expert_row(tuner: LucaModel, name: str) -> dict[str, Any]:
     module = [parameter.detach().flatten() for parameter in layer.luca_parameters(name).values()]
     others = [
         getattr(layer, container)[name]
-        for container in ("luca_class_rows", "luca_class_bias", "luca_scale")
+        for container in ("luca_class_rows", "luca_scale")
         if name in getattr(layer, container)
     ]
     weights = torch.cat(module)
@@ -223,7 +223,7 @@ def _settings(tuner: LucaModel, name: str, results: Mapping[str, Any] | None) ->
     config = tuner.peft_config[name]
     values = dict(results.get("settings", {})) if results is not None else {}
     values.pop("luca_config", None)
-    for key in ("arrangement", "norm_position", "head", "reduction", "adapter_width", "calibrator_width", "reference"):
+    for key in ("arrangement", "norm_position", "reduction", "adapter_width", "calibrator_width", "reference"):
         values[key] = getattr(config, key)
     return [(f"`{key}`", escape(str(value))) for key, value in values.items() if value is not None]
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import (
     CommitInfo,
     CommitOperationAdd,
@@ -26,17 +25,16 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from peft import PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from torch import Tensor, nn
+from torch import nn
 from transformers.utils import logging
 
-from ..routing.discriminants import StatisticsRouter
-from ..routing.router import Oracle, get_router, router_name
+from ..routing import make_router
 from ..routing.statistics import STATISTICS_NAME, ClassStatistics
 from ..tuner.backbone import check_backbone
 from ..tuner.config import LucaConfig
 from ..tuner.head import Head, check_expert_name, find_head
 from ..tuner.layer import LucaLayer, find_layer
-from ..tuner.model import LucaModel, quiet_peft
+from ..tuner.model import LucaModel, quiet_peft, tuner_of
 from ..utils import NAME_RULE, InvalidExpertError, check_classes, pluralize, show, write_json
 from .model_card import (
     PICTURE_NAME,
@@ -134,7 +132,7 @@ def save_experts(
     tuner, folder = tuner_of(model), _folder(directory)
     names = list(tuner.experts) if names is None else names
     _check_experts(names, tuner)
-    if isinstance(tuner.layer.router, StatisticsRouter) and not statistics:
+    if tuner.router is not None and tuner.router.needs_statistics and not statistics:
         raise ValueError(
             "the router that is set needs the experts' statistics, which statistics=False leaves out. Save with "
             "set_router('entropy') or set_router(None)."
@@ -438,14 +436,6 @@ def check(name: str, value: Any, needed: str, kinds: type | tuple[type, ...], ri
         raise ValueError(f"{name} must be {needed}, got {found}.")
 
 
-def tuner_of(model: nn.Module) -> LucaModel:
-    """The LuCA tuner of a PeftModel."""
-    tuner = getattr(model, "base_model", None) if isinstance(model, PeftModel) else None
-    if not isinstance(tuner, LucaModel):
-        raise ValueError(f"needs a PeftModel with LuCA experts, got {type(model).__name__}.")
-    return tuner
-
-
 def _check_experts(names: Any, tuner: LucaModel) -> None:
     """Refuse to save what is not there, before anything is written."""
     check("names", names, "a list of names of experts", Collection, not isinstance(names, (str, bytes)))
@@ -498,16 +488,14 @@ def _check_push(
 
 
 def _router_entry(tuner: LucaModel) -> dict[str, Any] | None:
-    router, options = tuner.layer.router, tuner.layer.router_options
-    if router is None:
+    if tuner.router is None:
         return None
-    name = router_name(router)
-    if name is None:
+    if tuner.router.name is None:
         raise ValueError(
             "the router is a function of your own, which no file can hold. Save with set_router('entropy') or "
             "set_router(None), and set your function again after loading."
         )
-    return {"name": name, "options": options}
+    return tuner.router.to_dict()
 
 
 def _push(api: HfApi, folder: Path, repo_id: str, revision: str | None, commit_message: str) -> CommitInfo:
@@ -634,9 +622,8 @@ def _load(
         config.allow_mismatch = allow_mismatch
         config.classes = _renamed(name, config.classes or [], rename.get(name, {}))
         check_expert_name(name, model)
-    if router is not None and isinstance(get_router(router["name"]), Oracle):
-        # get_router says so where there is none: all before anything is loaded
-        raise InvalidExpertError("the collection's router is 'oracle', which no model can have without being told.")
+    if router is not None:
+        make_router(router["name"], **router["options"])
     loaded: PeftModel | None = model if isinstance(model, PeftModel) else None
     heads: dict[str, Head] = {}  # looked for once, where a thousand experts say the same of it
     added: list[str] = []
@@ -659,23 +646,25 @@ def _load(
                 # PEFT 0.21 makes rows trainable again when it casts them, in a half-precision model.
                 tuner_of(loaded).set_requires_grad(name, False)
             else:
-                _add(tuner_of(loaded), name, config)
+                tuner_of(loaded).add_expert(name, config, tensors)
             added.append(name)
             tuner = tuner_of(loaded)
             fingerprint = fingerprint or tuner.backbone.fingerprint  # one look at the trunk for all of them
             if config.fingerprint != fingerprint:
-                check_backbone(loaded, config, name, tensors)
-            _fill(tuner.layer, name, tensors)
+                check_backbone(loaded.get_base_model(), head, config, name, tensors)
+            tuner.layer.load_expert(name, tensors)
             statistics = _statistics(folders[name], config, rename.get(name, {}))
             if statistics is not None:
-                tuner.layer.statistics[name] = statistics
+                tuner.layer.set_statistics(
+                    name, ClassStatistics.load(statistics) if isinstance(statistics, Path) else statistics
+                )
         assert loaded is not None
-        tuner_of(loaded)._follow_outputs()
+        tuner_of(loaded).sync_labels()
         if router is not None:
             _set_router(tuner_of(loaded), router)
     except BaseException:
         if not isinstance(model, PeftModel) and loaded is not None:
-            tuner_of(loaded).take_back()
+            tuner_of(loaded).unload()
         elif loaded is not None:
             for name in added:
                 loaded.delete_adapter(name)
@@ -697,35 +686,6 @@ def _find_head(model: nn.Module, folder: Path, config: LucaConfig) -> Head:
             f"{folder}: the expert sits on {head.name!r}, and those of the model on {layers[0]!r}."
         )
     return head
-
-
-def _add(tuner: LucaModel, name: str, config: LucaConfig) -> None:
-    """
-    Add an expert as `PeftModel.add_adapter` does for one that is to answer only. That goes over all tensors of the
-    model for every expert, which takes many minutes where there are a thousand: this makes it by itself, and moves it.
-    """
-    layer = tuner.layer
-    config.target_modules = list(tuner.targeted_module_names)
-    config.resolve()
-    alone = LucaLayer(layer.base_layer, layer.width, layer.input_width)
-    alone.update_layer(name, config)
-    alone.train(layer.training)
-    for key, parameter in alone.named_parameters():
-        if not key.startswith("base_layer."):
-            parameter.requires_grad_(False)
-            if parameter.dtype in (torch.float16, torch.bfloat16):
-                parameter.data = parameter.data.float()  # PEFT keeps adapters of a half-precision model in float32
-    layer.adopt(name, alone)
-    tuner.peft_config[name] = config
-
-
-def _fill(layer: LucaLayer, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Put an expert's tensors where `PeftModel.load_adapter` puts them, without going over all of the model's."""
-    with torch.no_grad():
-        for key, tensor in tensors.items():
-            container, _, inner = key.partition(".")
-            entry = getattr(layer, container)[name]
-            (getattr(entry, inner) if inner else entry).copy_(tensor)
 
 
 def _statistics(folder: Path, config: LucaConfig, rename: Mapping[str, str]) -> Path | ClassStatistics | None:

@@ -79,6 +79,7 @@ def read_config(folder: Path) -> LucaConfig:
             f"{path} holds an adapter of type {show(values.get('peft_type'))}, not a LuCA expert."
         )
     # What a stranger must not decide: allow_mismatch switches the guard of the backbone off.
+    values.pop("head", None)
     known = {field.name for field in fields(LucaConfig)} - {"allow_mismatch"}
     unknown = sorted(set(values) - known)
     if unknown:
@@ -120,7 +121,7 @@ def expert_shapes(config: LucaConfig, width: int) -> dict[str, tuple[int, ...]]:
             "luca_calibrator_up.weight": (width, calibrator),
         }
     shapes |= {"luca_class_rows": (classes, width)}
-    shapes |= {"luca_class_bias": (classes,)} if config.head == "linear" else {"luca_scale": ()}
+    shapes |= {"luca_scale": ()}
     return {**shapes, "luca_reference_mean": (width,), "luca_reference_std": (width,)}
 
 

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..utils import InvalidExpertError
-from .statistics import ClassStatistics, pool, projection
-
-
-if TYPE_CHECKING:
-    from ..tuner.layer import LucaLayer
-    from .router import LabelSpace
+from .statistics import ClassStatistics, projection
 
 
 # Numbers of (images, factor rows) that are in memory at a time.
@@ -26,7 +19,7 @@ BUDGET = 2**24
 MAX_COEFFICIENT = 1e30
 
 
-class Classifier:
+class Discriminant:
     """
     A closed-form classifier of unit features. `log_posterior` maps (batch, d) to (batch, C), over the classes in the
     order of the statistics it was made of.
@@ -55,11 +48,11 @@ class Classifier:
         return x.new_zeros(x.shape[0])
 
 
-def _parts(classifier: Classifier) -> Iterator[Any]:
+def _parts(classifier: Discriminant) -> Iterator[Any]:
     """A classifier, and what it is made of."""
     yield classifier
     for value in vars(classifier).values():
-        if isinstance(value, Classifier):
+        if isinstance(value, Discriminant):
             yield from _parts(value)
         elif isinstance(value, Background):
             yield value
@@ -67,7 +60,7 @@ def _parts(classifier: Classifier) -> Iterator[Any]:
 
 class Background:
     """
-    One Gaussian of all training features, which stands for whatever is none of the classes: an image is known as far
+    One RegularizedDiscriminant of all training features, which stands for whatever is none of the classes: an image is known as far
     as a class explains it better than that (relative Mahalanobis distance, https://arxiv.org/abs/2106.09022).
     """
 
@@ -87,7 +80,7 @@ class Background:
         return -0.5 * (centred @ self.precision.to(x) * centred).sum(dim=-1) + self.constant
 
 
-class Prototype(Classifier):
+class LinearDiscriminant(Discriminant):
     """
     Linear discriminant of class means and pooled covariance, which is shrunk toward a sphere by the strength that the
     training scatter itself gives (Ledoit & Wolf's rule, in its form for Gaussians).
@@ -127,13 +120,13 @@ class Prototype(Classifier):
         return _log_known(self.scores(x) + common[:, None], self.background.scores(x), self.temperature)
 
 
-class Gaussian(Classifier):
+class RegularizedDiscriminant(Discriminant):
     """
-    A Gaussian per class: Σ_k = (1-γ)·[(1-α)·S_k + α·P] + γ·t_k·I, with S_k the class's covariance, P the pooled one
+    A RegularizedDiscriminant per class: Σ_k = (1-γ)·[(1-α)·S_k + α·P] + γ·t_k·I, with S_k the class's covariance, P the pooled one
     and t_k the mean of the bracket's diagonal (Friedman 1989). Scores are -½·(x-μ)ᵀΣ_k⁻¹(x-μ) - ½·β·log|Σ_k|.
 
     α falls as a class has more images: 1/(1 + 0.13·(n-1)^¼). This rule, β and the temperature, which is above 1
-    because the features have heavier tails than a Gaussian, were chosen by leave-one-out on training images of three
+    because the features have heavier tails than a RegularizedDiscriminant, were chosen by leave-one-out on training images of three
     data sets: see the routing page of the docs. γ is Ledoit & Wolf's strength for as many images as the bracket is
     worth.
 
@@ -143,7 +136,7 @@ class Gaussian(Classifier):
         sphere (`float`, *optional*): γ, 0 to 1, in place of the rule's.
         volume (`float`, *optional*, defaults to `0.0`): β: how much the classes' volumes count; 1 in the density.
         temperature (`float`, *optional*):
-            Divides the scores; 0.44·√d by default. Whether an image is known is judged by [`Prototype`], of this
+            Divides the scores; 0.44·√d by default. Whether an image is known is judged by [`LinearDiscriminant`], of this
             temperature or its own default.
     """
 
@@ -191,7 +184,7 @@ class Gaussian(Classifier):
             rows.append(reduced.float())
             offsets.append((reduced @ means[k]).float())
         # Whether an image is of any class is judged by the pooled covariance: the classes' own differ in volume.
-        self.pooled = Prototype(statistics, temperature=temperature)
+        self.pooled = LinearDiscriminant(statistics, temperature=temperature)
         self.inverse = inverse.float()
         self.linear = (means * inverse).float()
         self.constant = (-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float()
@@ -214,9 +207,9 @@ class Gaussian(Classifier):
         return self.pooled.log_known(x)
 
 
-class Ridge(Classifier):
+class RidgeClassifier(Discriminant):
     """
-    Ridge regression to one-hot labels on seeded random ReLU features (RanPAC, https://arxiv.org/abs/2307.02251). Its
+    RidgeClassifier regression to one-hot labels on seeded random ReLU features (RanPAC, https://arxiv.org/abs/2307.02251). Its
     strength is the one of least generalised cross-validation, which the Gram matrix and the class sums give in closed
     form.
 
@@ -261,7 +254,7 @@ class Ridge(Classifier):
 
 def sphere_strength(counts: Tensor, shrinkage: Tensor, covariance: Tensor, freedom: float) -> float:
     """
-    γ of [`Gaussian`], between 0 and 1: Ledoit & Wolf's strength for as many images as (1-α)·S_k + α·P is worth.
+    γ of [`RegularizedDiscriminant`], between 0 and 1: Ledoit & Wolf's strength for as many images as (1-α)·S_k + α·P is worth.
 
     Args:
         counts (`torch.Tensor` of shape `(K,)`): Images of each class.
@@ -288,7 +281,7 @@ def _shrunk(covariance: Tensor, strength: float) -> Tensor:
 
 
 def _ledoit_wolf(covariance: Tensor, freedom: float) -> float:
-    """Strength at which a Gaussian's covariance, measured with this freedom, is best shrunk toward a sphere."""
+    """Strength at which a RegularizedDiscriminant's covariance, measured with this freedom, is best shrunk toward a sphere."""
     trace, square = float(covariance.trace()), float(covariance.square().sum())
     spread = square - trace**2 / len(covariance)
     return min(1.0, (square + trace**2) / (freedom * spread)) if freedom > 0 and spread > 0 else 1.0
@@ -305,141 +298,7 @@ def _temperature(value: float | None, default: float) -> float:
     return default if value is None else float(value)
 
 
-# ---- as routers ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StatisticsRouter:
-    """
-    A router by closed-form statistics.
-
-    Attributes:
-        classifier (`type`): A [`Classifier`]; its arguments are the router's options.
-        asks_experts (`bool`): Whether experts have a say in which of their own classes it is.
-    """
-
-    classifier: type[Classifier]
-    asks_experts: bool = False
-
-
-class StatisticsRouting:
-    """
-    A statistics router made ready for a set of experts.
-
-    An expert and one of its classes make a part. Where experts share a class, the posterior is that of all its images,
-    and each expert's share of it is by how near its own mean is, under the pooled covariance.
-
-    Args:
-        router ([`StatisticsRouter`]): The router.
-        parts (`dict[str, ClassStatistics]`): Expert → its statistics, in the experts' order.
-        index ([`~peft_luca.routing.LabelSpace`]): The label space.
-        expert_weight (`float`, *optional*, defaults to `0.5`):
-            `hybrid`: which of an expert's classes it is, is a weighted geometric mean of the router's and the expert's
-            own posterior. By default both count the same, which takes no images to choose.
-        candidates (`int`, *optional*):
-            `hybrid`: this many experts, the likeliest, are asked for each image, 8 by default. The classes of the
-            others keep the router's posterior, so that what is lost is only those experts' say.
-        options: Arguments of the classifier.
-    """
-
-    def __init__(
-        self,
-        router: StatisticsRouter,
-        parts: dict[str, ClassStatistics],
-        index: LabelSpace,
-        expert_weight: float | None = None,
-        candidates: int | None = None,
-        **options: Any,
-    ) -> None:
-        if not router.asks_experts and (expert_weight is not None or candidates is not None):
-            raise TypeError("expert_weight and candidates belong to the hybrid router")
-        self.expert_weight = (0.5 if expert_weight is None else expert_weight) if router.asks_experts else 0.0
-        self.candidates = 8 if candidates is None else candidates
-        if not 0 <= self.expert_weight <= 1:
-            raise ValueError(f"expert_weight must be between 0 and 1, got {expert_weight}.")
-        # Classes and experts are taken in the order of their names, so that no order of loading changes a bit.
-        self.experts = sorted(parts)
-        pooled = pool(parts)
-        self.classifier = _make(router.classifier, pooled, **options)
-        self.classifier.move(index.device)
-        where = {name: i for i, name in enumerate(pooled.classes)}
-        self.columns = torch.tensor([where[name] for name in index.classes], device=index.device)
-        self.part_class = torch.cat([index.own[name] for name in self.experts])  # (parts,), global ids
-        sizes = [len(index.own[name]) for name in self.experts]
-        self.own = torch.arange(sum(sizes), device=index.device).split(sizes)  # parts of each expert
-        position = {name: i for i, name in enumerate(parts)}
-        # Places of the experts in their own order: those of the sorted ones, (experts,), and of each part's, (parts,).
-        self.places = torch.tensor([position[name] for name in self.experts], device=index.device)
-        self.part_expert = self.places.repeat_interleave(torch.tensor(sizes, device=index.device))
-        self.shared = len(self.part_class) > len(index.classes)
-        self.nearness = None
-        if self.shared:
-            means = torch.cat([parts[name].means for name in self.experts])
-            self.nearness = _make(Prototype, pooled, means=means)
-            self.nearness.move(index.device)
-
-    def __call__(self, x: Tensor, expert_logits: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """
-        Unit features `(batch, d)` → log-posterior of the classes `(batch, C)`, the expert to credit `(batch,)`, and
-        the confidence `(batch,)`: probability of the answered class, when the image may be of none.
-
-        Args:
-            expert_logits (function): Indices of images and an expert's name → its scores of its own classes.
-        """
-        posterior, joint = self._posterior(x)
-        if self.expert_weight > 0:
-            joint = self._ask(joint, expert_logits)
-            posterior = self._by_class(joint) if self.shared else joint[:, self.part_class.argsort()]
-            posterior = torch.log_softmax(posterior, dim=-1)
-        best = posterior.argmax(dim=1, keepdim=True)
-        owner = torch.where(self.part_class == best, joint, -torch.inf).argmax(dim=1)
-        confidence = (posterior.amax(dim=1) + self.classifier.log_known(x)).exp()
-        return posterior, self.part_expert[owner], confidence
-
-    def likeliest(self, x: Tensor, count: int) -> Tensor:
-        """Unit features `(batch, d)` → places of the likeliest experts of each image, `(batch, count)`."""
-        experts = self._by_expert(self._posterior(x)[1])
-        return self.places[experts.topk(min(count, experts.shape[1]), dim=1).indices]
-
-    def _posterior(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-posterior of the classes, (batch, C), and of the parts, (batch, parts)."""
-        posterior = self.classifier.log_posterior(x)[:, self.columns]
-        joint = posterior[:, self.part_class]
-        if self.nearness is not None:
-            joint = joint + self._grouped_log_softmax(self.nearness.scores(x) / self.nearness.temperature)
-        return posterior, joint
-
-    def _by_expert(self, joint: Tensor) -> Tensor:
-        """Log-sum over the parts of each expert: (batch, parts) → (batch, experts), in the order of their names."""
-        return torch.stack([joint[:, own].logsumexp(dim=1) for own in self.own], dim=1)
-
-    def _ask(self, joint: Tensor, expert_logits: Callable[[Tensor, str], Tensor]) -> Tensor:
-        """Let the likeliest experts of each image have their say in which of their classes it is."""
-        experts = self._by_expert(joint)
-        asked = torch.zeros_like(experts, dtype=torch.bool)
-        asked.scatter_(1, experts.topk(min(self.candidates, experts.shape[1]), dim=1).indices, True)
-        joint, weight = joint.clone(), self.expert_weight
-        for t in asked.any(dim=0).nonzero()[:, 0].tolist():
-            images = asked[:, t].nonzero()[:, 0]
-            own = torch.log_softmax(expert_logits(images, self.experts[t]).float(), dim=-1)  # (images, K)
-            total = experts[images, t, None]
-            mixed = (1 - weight) * (joint[images[:, None], self.own[t]] - total) + weight * own
-            joint[images[:, None], self.own[t]] = torch.log_softmax(mixed, dim=-1) + total
-        return joint
-
-    def _by_class(self, joint: Tensor) -> Tensor:
-        """Log-sum over the parts of each class: (batch, parts) → (batch, C)."""
-        highest = joint.new_full((len(joint), len(self.columns)), -torch.inf)
-        where = self.part_class.expand(len(joint), -1)
-        highest = highest.scatter_reduce(1, where, joint, reduce="amax")
-        total = torch.zeros_like(highest).scatter_add(1, where, (joint - highest.gather(1, where)).exp())
-        return highest + total.log()
-
-    def _grouped_log_softmax(self, scores: Tensor) -> Tensor:
-        return scores - self._by_class(scores)[:, self.part_class]
-
-
-def _make(kind: type[Classifier], statistics: ClassStatistics, **options: Any) -> Classifier:
+def make_discriminant(kind: type[Discriminant], statistics: ClassStatistics, **options: Any) -> Discriminant:
     """
     A classifier, unless its numbers are of no use.
 
@@ -460,51 +319,3 @@ UNUSABLE = (
     "no classifier can be made of the experts' statistics. Collect them anew, leave out the expert that brought them, "
     "or use a router that needs none, such as 'entropy'"
 )
-
-
-def gather_statistics(layer: LucaLayer) -> dict[str, ClassStatistics]:
-    """
-    Every expert's statistics, in the experts' order, read from their files where that has not been done.
-
-    Raises:
-        InvalidExpertError: a file of them is not what it should be, or they are of other classes than the expert's.
-        ValueError: experts have none, or were standardised by another reference.
-    """
-    lacking = [name for name in layer.configs if name not in layer.statistics]
-    if lacking:
-        raise ValueError(
-            f"this router needs the statistics of every expert, and {', '.join(map(repr, lacking[:5]))}"
-            f"{' and others' if len(lacking) > 5 else ''} came without. Get them from the owners "
-            "(save_expert(..., statistics=True) writes them), make them from images with collect_statistics, or use "
-            "set_router('entropy'), which needs none."
-        )
-    parts: dict[str, ClassStatistics] = {}
-    for name in layer.configs:
-        found = layer.statistics[name]
-        parts[name] = layer.statistics[name] = ClassStatistics.load(found) if isinstance(found, Path) else found
-    first = min(parts)
-    for name, part in parts.items():
-        classes = layer.configs[name].classes or []
-        if list(part.classes) != classes or part.means.shape[1] != layer.width:
-            raise InvalidExpertError(
-                f"the statistics of expert {name!r} are of the classes {list(part.classes)[:5]} in "
-                f"{part.means.shape[1]} dimensions, but the expert has {classes[:5]} in {layer.width}. Collect them "
-                "anew."
-            )
-        if not _same_reference(layer, first, name):
-            raise ValueError(
-                f"experts {first!r} and {name!r} standardise [CLS] by different references, so that their statistics "
-                "cannot be put together. Train both with the same LucaConfig(reference=...), or use "
-                "set_router('entropy')."
-            )
-    return parts
-
-
-def _same_reference(layer: LucaLayer, one: str, other: str) -> bool:
-    uses = [bool(layer.configs[name].reference) for name in (one, other)]
-    if not all(uses):
-        return not any(uses)
-    mean, std = layer.luca_reference_mean[one], layer.luca_reference_std[one]
-    # Another machine, or a copy of the trunk in half precision, measures almost the same.
-    shift = (layer.luca_reference_mean[other] - mean).abs() / std
-    return bool(shift.max() < 0.05) and torch.allclose(layer.luca_reference_std[other], std, rtol=0.05)

@@ -1,47 +1,37 @@
-"""
-Who answers each image. A score router is a pure function from every expert's scores to how uncertain each expert is:
-the most certain one answers. A statistics router is a closed-form classifier of the frozen features: it answers
-itself, and credits the expert whose class it names.
-"""
+"""The base class of routers, what a router returns, and how its options are checked."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..tuner.config import LucaConfig
-from .discriminants import Gaussian, Prototype, Ridge, StatisticsRouter
+from .label_space import LabelSpace
+from .statistics import ClassStatistics
 
 
-# (scores (batch, experts, C), **options) → (batch, experts): the expert with the lowest number answers the sample.
-Router = Callable[..., Tensor]
-ROUTING_SCOPES = ("sample", "batch")
-
-# Below this, scores divided by it could overflow.
-LEAST_TEMPERATURE = 1e-6
-# A class that an expert cannot score gets this much less than its lowest score: finite, so that losses stay finite.
-UNKNOWN_MARGIN = 10.0
+# A router may hold this many numbers in memory at a time.
+MEMORY_BUDGET = 2**25
 
 
 class RoutingOutput(NamedTuple):
     """
-    What routing says about each image.
+    The answer of a router for each image.
 
     Attributes:
         logits (`torch.Tensor` of shape `(batch, C)`):
-            The chosen expert's scores of all classes; a statistics router's log-posterior.
-        expert (`torch.Tensor` of shape `(batch,)`): Which expert answered, as an index into the experts' order.
+            The chosen expert's scores of all classes; the log-posterior of a statistics router.
+        expert (`torch.Tensor` of shape `(batch,)`): The chosen expert, as an index into the experts' order.
         entropy (`torch.Tensor` of shape `(batch,)`): Entropy of the answer over all classes, in nats.
         entropies (`torch.Tensor` of shape `(batch, experts)`, *optional*):
-            Every expert's entropy, in nats, infinite where it was not asked (`candidates`); `None` with a statistics
-            router, which does not ask the experts.
-        confidence (`torch.Tensor` of shape `(batch,)`): Probability of the answered class, between 0 and 1.
+            The entropy of every expert, in nats. `None` for a statistics router, which does not run the experts.
+        confidence (`torch.Tensor` of shape `(batch,)`): Probability of the predicted class, between 0 and 1.
         unknown (`torch.Tensor` of shape `(batch,)`): Whether the confidence is below `unknown_below`.
     """
 
@@ -52,192 +42,150 @@ class RoutingOutput(NamedTuple):
     confidence: Tensor
     unknown: Tensor
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[RoutingOutput]) -> RoutingOutput:
+        """Joins the outputs of the parts of a batch."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = zip(*parts, strict=True)
+        return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
-class RouterOptions(NamedTuple):
+
+class Experts(Protocol):
     """
-    The options that every router takes.
+    The experts of a model, as a router sees them. The object stands for one set of experts: a model whose experts
+    change makes a new one.
 
     Attributes:
-        unknown_below (`float`, *optional*, defaults to `0.0`): Answers of a lower confidence are marked unknown.
-        routing_scope (`str`, *optional*, defaults to `"sample"`):
-            `"batch"` lets one expert answer a whole batch, as the authors' released evaluation does. What an image
-            gets then depends on the others.
-        candidates (`int`, *optional*):
-            Ask only this many experts for each image, the likeliest by the `prototype` of their statistics. `hybrid`
-            asks the likeliest by its own posterior, 8 by default.
+        names (`list[str]`): Names of the experts, in their order.
+        by_name (`torch.Tensor` of shape `(experts,)`): Positions of the experts in the order of their names.
+        label_space ([`LabelSpace`]): Their classes.
+        statistics (`Mapping[str, ClassStatistics]`): Expert → statistics of its training features, where it has any.
     """
 
-    unknown_below: float = 0.0
-    routing_scope: str = "sample"
-    candidates: int | None = None
+    names: list[str]
+    by_name: Tensor
+    label_space: LabelSpace
+    statistics: Mapping[str, ClassStatistics]
 
-    @classmethod
-    def split(cls, options: dict[str, Any]) -> tuple[RouterOptions, dict[str, Any]]:
-        """The common options, checked, and the router's own."""
-        common = cls(**{name: options[name] for name in cls._fields if name in options})
-        if not _is_number(common.unknown_below) or not 0 <= common.unknown_below <= 1:
-            raise ValueError(f"unknown_below must be between 0 and 1, got {common.unknown_below!r}.")
-        if common.routing_scope not in ROUTING_SCOPES:
-            raise ValueError(f"routing_scope must be one of {ROUTING_SCOPES}, got {common.routing_scope!r}.")
-        if common.candidates is not None and not (type(common.candidates) is int and common.candidates >= 1):
-            raise ValueError(f"candidates must be an int of at least 1, got {common.candidates!r}.")
-        if common.candidates is not None and common.routing_scope == "batch":
-            raise ValueError("routing_scope='batch' asks all experts, so that it does not go with candidates.")
-        return common, {name: value for name, value in options.items() if name not in cls._fields}
+    def scores(self, features: Tensor) -> Tensor:
+        """[CLS] `(batch, d)` → scores of all classes under every expert, `(batch, experts, C)`."""
 
+    def expert_logits(self, features: Tensor, name: str) -> Tensor:
+        """[CLS] `(batch, d)` → one expert's logits of its own classes, `(batch, K)`."""
 
-# ---- score routers -----------------------------------------------------------------------------------------------
+    def unit_features(self, features: Tensor) -> Tensor:
+        """[CLS] `(batch, d)` → standardized features of length 1, `(batch, d)`, as in the statistics."""
 
+    def reference(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Mean and deviation, `(d,)` each, that an expert standardizes [CLS] by. `None` if it does not."""
 
-def entropy(scores: Tensor, temperature: float = 1.0) -> Tensor:
-    """
-    Entropy of each expert's softmax over all classes, in nats: the paper's router, here for each sample by itself.
-
-    Args:
-        scores (`torch.Tensor` of shape `(batch, experts, C)`): `-inf` where an expert cannot score a class.
-        temperature (`float`, *optional*, defaults to `1.0`): Divides the scores.
-
-    Returns:
-        `torch.Tensor` of shape `(batch, experts)`: between 0 and log C.
-    """
-    return torch.special.entr(torch.softmax(_tempered(scores, temperature), dim=-1)).sum(dim=-1)
+    def prepared(self, router: Router) -> Any:
+        """The result of `router.prepare(self)`, computed once."""
 
 
-def max_prob(scores: Tensor, temperature: float = 1.0) -> Tensor:
-    """Minus the log-probability of each expert's best class: `(batch, experts, C)` → `(batch, experts)`."""
-    return -torch.log_softmax(_tempered(scores, temperature), dim=-1).amax(dim=-1)
-
-
-def margin(scores: Tensor, temperature: float = 1.0) -> Tensor:
-    """
-    Minus the distance in probability of each expert's two best classes: `(batch, experts, C)` → `(batch, experts)`.
-    Over a single class it is -1.
-    """
-    top = torch.softmax(_tempered(scores, temperature), dim=-1).topk(min(2, scores.shape[-1]), dim=-1).values
-    return -top[..., 0] if top.shape[-1] == 1 else top[..., 1] - top[..., 0]
-
-
-def energy(scores: Tensor, temperature: float = 1.0) -> Tensor:
-    """
-    Free energy -τ·log Σ exp(score/τ) of each expert: `(batch, experts, C)` → `(batch, experts)`. It grows with an
-    expert's scale σ, unlike the other routers. From https://arxiv.org/abs/2010.03759.
-    """
-    return torch.logsumexp(_tempered(scores, temperature), dim=-1) * -temperature
-
-
-def _tempered(scores: Tensor, temperature: float) -> Tensor:
-    if not _is_number(temperature) or not LEAST_TEMPERATURE <= temperature < math.inf:
-        raise ValueError(
-            f"temperature must be a finite number of at least {LEAST_TEMPERATURE:g}, got {temperature!r}."
-        )
-    return scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
-
-
-def _is_number(value: Any) -> bool:
-    """Python's own, which a file of a collection can hold."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-# ---- routers that take more than scores --------------------------------------------------------------------------
+def option(default: Any, low: float | None = None, high: float = math.inf, choices: Sequence[Any] = ()) -> Any:
+    """A field of [`RouterOptions`]: a number from `low` to `high`, or one of `choices`."""
+    return field(default=default, metadata={"low": low, "high": high, "choices": tuple(choices)})
 
 
 @dataclass(frozen=True)
-class Oracle:
-    """Whoever asks says which expert each image belongs to: `route(..., expert=...)`."""
-
-
-ROUTERS: dict[str, Router | StatisticsRouter | Oracle] = {
-    "entropy": entropy,
-    "max_prob": max_prob,
-    "margin": margin,
-    "energy": energy,
-    "prototype": StatisticsRouter(Prototype),
-    "gaussian": StatisticsRouter(Gaussian),
-    "ridge": StatisticsRouter(Ridge),
-    "hybrid": StatisticsRouter(Gaussian, asks_experts=True),
-    "oracle": Oracle(),
-}
-
-
-def get_router(router: str | Router | StatisticsRouter | Oracle) -> Router | StatisticsRouter | Oracle:
-    """A router by its name, or the function itself."""
-    if not isinstance(router, str):
-        if callable(router) or isinstance(router, (StatisticsRouter, Oracle)):
-            return router
-        raise ValueError(f"a router is a name or a function of scores, got {router!r}.")
-    if router not in ROUTERS:
-        raise ValueError(
-            f"there is no router called {router!r}. Choose one of {', '.join(map(repr, sorted(ROUTERS)))}, or pass a "
-            "function of scores (batch, experts, classes) that returns (batch, experts), the lowest for the expert "
-            "that should answer."
-        )
-    return ROUTERS[router]
-
-
-def router_name(router: Router | StatisticsRouter | Oracle) -> str | None:
-    """The name of a router, `None` for a function of one's own."""
-    return next((name for name, known in ROUTERS.items() if known == router), None)
-
-
-def combine_rows(cosines: Tensor, index: LabelSpace, expert: str) -> Tensor:
+class RouterOptions:
     """
-    One expert's cosines with all rows, (batch, rows) → with all classes, (batch, C): its own row where it has the
-    class, otherwise the best over the experts that have it, and -2, below every cosine, where no expert has a row.
+    Options of a router, checked when they are made. Numbers of NumPy become Python's, so that a file can hold them.
+
+    Args:
+        unknown_below (`float`, *optional*, defaults to `0.0`): Answers of lower confidence are marked unknown.
+
+    Raises:
+        ValueError: a value is out of range.
     """
-    if index.permutation is not None:
-        return cosines.index_select(1, index.permutation)
-    row_class = index.row_class.expand(cosines.shape[0], -1)
-    best = cosines.new_full((cosines.shape[0], len(index.classes)), -2.0)
-    best = best.scatter_reduce(1, row_class, cosines, reduce="amax")
-    own = cosines.index_select(1, index.own_rows[expert])
-    return best.index_copy(1, index.own[expert], own)
+
+    unknown_below: float = option(0.0, 0, 1)
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value, low, choices = getattr(self, entry.name), entry.metadata["low"], entry.metadata["choices"]
+            if choices:
+                if value not in choices:
+                    raise ValueError(f"{entry.name} must be one of {choices}, got {value!r}.")
+            elif value is not None or entry.default is not None:
+                high = entry.metadata["high"]
+                number = isinstance(value, Real) and not isinstance(value, bool)
+                if not number or not (low <= value <= high and math.isfinite(value)):
+                    raise ValueError(f"{entry.name} must be a number from {low:g} to {high:g}, got {value!r}.")
+                object.__setattr__(self, entry.name, int(value) if isinstance(value, Integral) else float(value))
 
 
-def fill_unknown(scores: Tensor, known: Tensor) -> Tensor:
-    """Finite scores, (batch, experts, C): what an expert cannot score comes below everything that it can."""
-    lowest = scores.masked_fill(~known, torch.inf).amin(dim=-1, keepdim=True)  # (batch, experts, 1)
-    return torch.where(known, scores, lowest - UNKNOWN_MARGIN)
-
-
-class LabelSpace:
+class Router(ABC):
     """
-    The label space that a layer's experts span, and where each cosine row lands in it.
+    Chooses, for each image by itself, the expert that answers.
+
+    A subclass defines [`~Router.route`], and may define `name`, `Options`, `needs_statistics` and `prepare`.
+
+    Args:
+        options: The fields of `Options`, by name.
 
     Attributes:
-        classes (`tuple[str, ...]`): Global label space: the class names in order of first appearance.
-        own (`dict[str, Tensor]`): Expert → global ids of its classes, in its own order.
-        known (`dict[str, Tensor]`): Expert → boolean (C,): which classes it can score.
-        cosine (`list[str]`): Experts with cosine rows, in the order in which their rows are put together.
-        row_class (`Tensor`): Global id of each row put together, (rows,).
-        complete (`bool`): Whether every expert can score every class.
+        name (`str` or `None`): Its name in files. A router without a name cannot be saved.
+        Options (`type`): A frozen dataclass, a subclass of [`RouterOptions`].
+        needs_statistics (`bool`): Whether every expert must have statistics.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
     """
 
-    def __init__(self, configs: dict[str, LucaConfig], device: torch.device) -> None:
-        self.device = device
-        ids: dict[str, int] = {}
-        for config in configs.values():
-            for name in config.classes or ():
-                ids.setdefault(name, len(ids))
-        self.classes = tuple(ids)
-        self.own = {t: torch.tensor([ids[name] for name in config.classes or ()]) for t, config in configs.items()}
-        self.cosine = [t for t, config in configs.items() if config.head == "cosine"]
-        self.row_class = torch.cat([self.own[t] for t in self.cosine]) if self.cosine else torch.zeros(0).long()
-        self.rows = len(self.row_class)
-        ends = list(accumulate(len(self.own[t]) for t in self.cosine))
-        self.own_rows = {
-            t: torch.arange(end - len(self.own[t]), end) for t, end in zip(self.cosine, ends, strict=True)
-        }
-        # Where every class has exactly one row, putting the rows in the order of the classes is all there is to do.
-        one_each = self.rows == len(self.classes) and len(self.row_class.unique()) == self.rows
-        self.permutation = self.row_class.argsort() if one_each else None
-        has_rows = torch.zeros(len(ids), dtype=torch.bool)
-        has_rows[self.row_class] = True
-        self.known = {
-            t: has_rows if configs[t].head == "cosine" else torch.zeros_like(has_rows).index_fill(0, own, True)
-            for t, own in self.own.items()
-        }
-        self.complete = all(bool(known.all()) for known in self.known.values())
-        for name in ("own", "own_rows", "known"):
-            setattr(self, name, {t: tensor.to(device) for t, tensor in getattr(self, name).items()})
-        self.row_class = self.row_class.to(device)
-        self.permutation = None if self.permutation is None else self.permutation.to(device)
+    name: ClassVar[str | None] = None
+    Options: ClassVar[type[RouterOptions]] = RouterOptions
+    needs_statistics: ClassVar[bool] = False
+
+    def __init__(self, **options: Any) -> None:
+        known = [entry.name for entry in fields(self.Options)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            removed = " Without `candidates` every expert is asked." if "candidates" in unknown else ""
+            raise ValueError(
+                f"the router {self.name or type(self).__name__!r} takes the options {', '.join(known)}, got "
+                f"{', '.join(unknown)}.{removed}"
+            )
+        self.options: Any = self.Options(**options)
+
+    def prepare(self, experts: Experts) -> Any:
+        """
+        Whatever `route` needs that depends on the experts alone. It is called once for each set of experts; `route`
+        gets the result from `experts.prepared(self)`.
+
+        Raises:
+            ValueError: the router cannot be used with these experts.
+        """
+        return None
+
+    @abstractmethod
+    def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
+        """
+        Routes a batch.
+
+        Args:
+            features (`torch.Tensor` of shape `(batch, d)`): [CLS] vectors.
+            experts ([`Experts`]): The experts.
+        """
+
+    def batch_limit(self, experts: Experts) -> int | None:
+        """The most images that `route` takes at a time within the memory budget. `None` if a batch must stay whole."""
+        space = experts.label_space
+        return max(1, MEMORY_BUDGET // (len(experts.names) * max(space.rows, len(space.classes))))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name and options that differ from their defaults, as JSON holds them and [`make_router`] reads them."""
+        values = {entry.name: (getattr(self.options, entry.name), entry.default) for entry in fields(self.options)}
+        changed = {name: value for name, (value, default) in values.items() if value != default}
+        return {"name": self.name, "options": changed}
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        options = self.to_dict()["options"]
+        return f"{self.name or type(self).__name__}" + (f"({options})" if options else "")

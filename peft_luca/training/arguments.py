@@ -13,7 +13,7 @@ from transformers.trainer_utils import HubStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
 from ..data.feature_file import STORAGE
-from ..routing.router import Router, make_router
+from ..routing import Router, make_router
 from ..tuner.config import OWN_RECIPE
 
 
@@ -94,8 +94,8 @@ class ContinualTrainingArguments(TrainingArguments):
 
     A recipe fills only the fields that were left unset, among them `learning_rate`, `num_train_epochs`,
     `per_device_train_batch_size`, `optim`, `optim_args` and `lr_scheduler_type`. The gradient is not clipped
-    (`max_grad_norm=0`) and nothing is checkpointed within a task, which takes seconds, unless asked. With
-    `num_train_epochs=0` an expert is its class means, before any training.
+    (`max_grad_norm=0`), and no checkpoints are written within a task (`save_strategy="no"`), unless set. With
+    `num_train_epochs=0` an expert is made of class means alone.
 
     Args:
         recipe (`str`, *optional*, defaults to `"own"`):
@@ -104,10 +104,10 @@ class ContinualTrainingArguments(TrainingArguments):
         l1_weight (`float`, *optional*):
             λ of the ℓ1 penalty λ·Σ|θ| over the LuCA module. 5e-4 in both recipes.
         l1_proximal (`bool`, *optional*, defaults to `False`):
-            Take the penalty's step by soft-threshold, so that zeros are zeros. With AdamW and SGD only.
+            Take the penalty's step by soft-threshold, so that weights become exactly zero. With AdamW and SGD only.
         negatives (`str`, *optional*):
-            `"own"`: cross-entropy over the expert's own classes. `"seen"`: over all classes seen so far, earlier rows
-            frozen. Own in the own recipe, seen in the paper's.
+            `"own"`: cross-entropy over the expert's own classes. `"seen"`: over all classes seen so far, with the rows
+            of earlier experts frozen. `"own"` in the own recipe, `"seen"` in the paper's.
         augmentation (`bool`, *optional*):
             Random resized crop (scale 0.05 to 1) and horizontal flip. The backbone then runs in every epoch. Off in
             the own recipe, on in the paper's.
@@ -116,37 +116,36 @@ class ContinualTrainingArguments(TrainingArguments):
         class_mean_rows (`bool`, *optional*, defaults to `True`):
             After a task, replace its cosine rows by the class means of the adapted features.
         cache_features (`bool`, *optional*, defaults to `True`):
-            Where there is no augmentation, or a number of augmented views, train on [CLS] from the cache. Otherwise
-            the backbone runs in every epoch. What is evaluated always comes from the cache.
+            Train on [CLS] from the cache, unless each epoch draws its own augmentation. Otherwise the backbone runs in
+            every epoch. Test images always come from the cache.
         augmented_views (`int`, *optional*, defaults to `0`):
-            Compute [CLS] of so many augmented views of each image, and train on them in turns, one an epoch; switches
-            `augmentation` on. With `0` an augmentation is drawn afresh, and the backbone runs, in every epoch.
+            Compute [CLS] of this number of augmented views of each image, and train on one view per epoch, in turns;
+            switches `augmentation` on. With `0` every epoch draws its own augmentation, and the backbone runs.
         features_cache_dir (`str`, *optional*):
-            Where [CLS] is kept, for later runs too. By default `peft_luca` in the cache of `datasets`.
+            Folder of the cache, which later runs use too. By default `peft_luca` in the cache of `datasets`.
         features_dtype (`str`, *optional*, defaults to `"float32"`):
             How [CLS] is stored: `"float32"`, `"float16"` or `"bfloat16"`.
         on_bad_image (`str`, *optional*, defaults to `"raise"`):
             An image that cannot be read stops the run (`"raise"`), or is left out and counted (`"skip"`).
         push_to_hub (`bool`, *optional*, defaults to `False`):
             Push the experts to the Hub as a collection: with `hub_strategy="every_save"`, the default, in the
-            background when a task is learnt, and at the end of `train`; with `"end"` only there.
+            background when a task is learned, and at the end of `train`; with `"end"` only there.
         router (`str`, *optional*, defaults to `"entropy"`):
-            Who answers each image once tasks are learnt; see [`LucaModel.set_router`].
+            The router that chooses each image's expert once tasks are learned; see [`LucaModel.set_router`].
         routing_scope (`str`, *optional*, defaults to `"sample"`):
-            `"batch"` lets one expert answer all test images of a task, for comparison with published figures only.
+            `"batch"` chooses one expert for all test images of a task, for comparison with published figures only.
         statistics (`bool`, *optional*, defaults to `True`):
-            Collect the statistics of each task's training features and save them beside its expert. Needs
-            `cache_features` or a pass of the backbone.
+            Collect the statistics of each task's training features and save them beside its expert.
         statistics_rank (`int`, *optional*, defaults to `64`):
-            Rows of d numbers that each class's scatter is kept in; -1 for all.
+            Rank to which each class's scatter is kept, in rows of d numbers; -1 for the full rank.
         statistics_random_features (`int`, *optional*, defaults to `0`):
             M, for the `ridge` router: 4·M² bytes in every expert.
         plots (`bool`, *optional*, defaults to `False`):
-            When `train` ends, draw the pictures of [`~peft_luca.plots`] into `plots` in the output folder, and into
-            TensorBoard if `report_to` has it. Needs matplotlib and scikit-learn.
+            When `train` ends, draw the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and
+            into TensorBoard if `report_to` has it. Needs matplotlib and scikit-learn.
     """
 
-    # TrainingArguments has values of its own for these; None tells what the user left to the recipe.
+    # TrainingArguments has other defaults for these; None means that the recipe sets them.
     learning_rate: float | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
     num_train_epochs: float | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
     per_device_train_batch_size: int | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
@@ -163,8 +162,10 @@ class ContinualTrainingArguments(TrainingArguments):
 
     recipe: str = field(default="own", metadata={"help": "Defaults to train by.", "choices": tuple(RECIPES)})
     l1_weight: float | None = field(default=None, metadata={"help": "Weight of the l1 penalty on the LuCA module."})
-    l1_proximal: bool = field(default=False, metadata={"help": "Soft-threshold, so that zeros are zeros."})
-    negatives: str | None = field(default=None, metadata={"help": "Classes in the loss.", "choices": CHOICES["negatives"]})
+    l1_proximal: bool = field(default=False, metadata={"help": "Take the penalty's step by soft-threshold."})
+    negatives: str | None = field(
+        default=None, metadata={"help": "Classes in the loss.", "choices": CHOICES["negatives"]}
+    )
     augmentation: bool | None = field(default=None, metadata={"help": "Random resized crop and horizontal flip."})
     schedule_per_epoch: bool | None = field(default=None, metadata={"help": "Change the learning rate per epoch."})
     class_mean_rows: bool = field(default=True, metadata={"help": "Replace rows by class means after a task."})
@@ -175,10 +176,13 @@ class ContinualTrainingArguments(TrainingArguments):
         default="float32", metadata={"help": "How [CLS] is stored.", "choices": CHOICES["features_dtype"]}
     )
     on_bad_image: str = field(
-        default="raise", metadata={"help": "What an image does that cannot be read.", "choices": CHOICES["on_bad_image"]}
+        default="raise",
+        metadata={"help": "What an image does that cannot be read.", "choices": CHOICES["on_bad_image"]},
     )
-    router: str = field(default="entropy", metadata={"help": "Who answers each image once tasks are learnt."})
-    routing_scope: str = field(default="sample", metadata={"help": "Choose per image.", "choices": CHOICES["routing_scope"]})
+    router: str = field(default="entropy", metadata={"help": "Chooses the expert of each image."})
+    routing_scope: str = field(
+        default="sample", metadata={"help": "Choose per image.", "choices": CHOICES["routing_scope"]}
+    )
     statistics: bool = field(default=True, metadata={"help": "Collect statistics of the training features."})
     statistics_rank: int = field(default=64, metadata={"help": "Rows kept of each class's scatter; -1 for all."})
     statistics_random_features: int = field(default=0, metadata={"help": "Random features for the ridge router."})
@@ -186,8 +190,7 @@ class ContinualTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name, choices in CHOICES.items():
-            _check(self, name, getattr(self, name) in (None, *choices), f"one of {', '.join(map(repr, choices))}")
+        self._check_choices("recipe")
         if self.augmented_views:
             if self.augmentation is False or not self.cache_features:
                 raise ValueError(
@@ -202,6 +205,7 @@ class ContinualTrainingArguments(TrainingArguments):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         super().__post_init__()
+        self._check_choices(*CHOICES)
         for name, (is_valid, needed) in RANGES.items():
             _check(self, name, is_valid(getattr(self, name)), needed)
         self._check_combinations()
@@ -219,6 +223,10 @@ class ContinualTrainingArguments(TrainingArguments):
             _check(self, name, isinstance(value, wanted) and isinstance(value, bool) == (kind == "bool"), needed)
             if kind != "bool":
                 setattr(self, name, int(value) if isinstance(value, Integral) else float(value))
+
+    def _check_choices(self, *names: str) -> None:
+        for name in names:
+            _check(self, name, getattr(self, name) in CHOICES[name], f"one of {', '.join(map(repr, CHOICES[name]))}")
 
     def _check_combinations(self) -> None:
         if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):

@@ -44,12 +44,11 @@ from ..hub.model_card import make_card
 from ..hub.saving import CARD_NAME, RESULTS_NAME, load_experts, push_experts, save_experts, tuner_of
 from ..hub.validation import MANIFEST_NAME, MAX_NUMBER
 from ..preprocessing import ImageCollator, channels_of, check_processor, image_size, undecoded
-from ..routing.discriminants import StatisticsRouter, gather_statistics
-from ..routing.router import get_router
+from ..routing import make_router
 from ..tuner.config import LucaConfig
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import luca_layers
-from ..tuner.model import LucaModel, quiet_peft
+from ..tuner.model import LucaModel, quiet_peft, tuner_of
 from ..utils import LOCK_NAME, atomic_write, explain_write_errors, hold_lock, pluralize, write_json
 from .arguments import CONFIG_RECIPES, ContinualTrainingArguments
 from .expert_trainer import EpochBatches, EpochLoader, FeatureHead, TaskProgressCallback
@@ -146,8 +145,8 @@ class ContinualTrainer(Trainer):
         template.widths(find_head(model.get_base_model() if isinstance(model, PeftModel) else model, template).width)
         for task in stream:
             _check_task(task, model, args, template)
-        if isinstance(model, PeftModel) and isinstance(get_router(args.router), StatisticsRouter):
-            gather_statistics(tuner_of(model).layer)  # says which of the model's experts have none
+        if isinstance(model, PeftModel):
+            tuner_of(model).layer.experts.prepared(make_router(args.router))
         collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
         check_processor(collator, model)
         kwargs.setdefault("compute_metrics", _accuracy)
@@ -262,13 +261,13 @@ class ContinualTrainer(Trainer):
                 if split == "train" or task.test is not None:
                     self.features(task, split)
             self._check_classes(task)
-            if self.luca_config.init_rows == "class_means" and self.luca_config.head == "cosine":
+            if self.luca_config.init_rows == "class_means":
                 self._set_rows_to_class_means(task, adapted=False)
             with self._learning(task, seed) as model_input:
                 with model_input:
                     output: TrainOutput = super().train()
             self._steps_before += self.state.global_step
-            if self.args.class_mean_rows and self.luca_config.head == "cosine":
+            if self.args.class_mean_rows:
                 self._set_rows_to_class_means(task)
             if self.args.statistics:
                 self._collect_statistics(task)
@@ -350,7 +349,7 @@ class ContinualTrainer(Trainer):
         last = self._measure(self._records)
         figures = self._figures(last)
         layer = self.tuner.layer
-        if (layer.router, layer.router_options) != (get_router(self.args.router), self._router_options):
+        if layer.router != make_router(self.args.router, **self._router_options):
             # Earlier stages were measured with another router: what compares stages says nothing.
             alone = [[None] * len(self._records)] * (len(self._records) - 1)
             figures["accuracy_matrix"] = [*alone, last["accuracy"]]
@@ -670,7 +669,7 @@ class ContinualTrainer(Trainer):
             splits += [self.features(task, "test")] if evaluating else []
             datasets: list[Any] = [FeatureDataset(s.features, self._ids(s.labels, classes)) for s in splits]
             datasets[0].views = [view.features for view in views]
-            self.data_collator, model_input = FeatureDataset.collate, self.tuner.taking_features()
+            self.data_collator, model_input = FeatureDataset.collate, nullcontext()
             # Rows of a memory map need no workers; those are for images.
             self.args.dataloader_num_workers, self.args.dataloader_prefetch_factor = 0, None
             self.args.dataloader_persistent_workers, self.args.dataloader_multiprocessing_context = False, None
@@ -689,13 +688,11 @@ class ContinualTrainer(Trainer):
         self._loss_parts, self._loss_batches = {}, 0
         self.args.seed = seed
         set_seed(seed)
-        self.tuner.set_over_all_classes(seen)
         self._task = task
         try:
             yield model_input
         finally:
             self._task = None
-            self.tuner.set_over_all_classes(False)
             self.train_dataset, self.eval_dataset, self.data_collator = before
             for name, value in arguments.items():
                 setattr(self.args, name, value)
@@ -779,7 +776,7 @@ class ContinualTrainer(Trainer):
                 at_once = len(test) if self.args.routing_scope == "batch" else 4096
                 for z in test.features.split(at_once):
                     z = z.to(self.args.device)
-                    routed = layer.route(z)
+                    routed = layer.route_features(z)
                     predicted.append(routed.logits.argmax(1))
                     expert.append(routed.expert)
                     own.append(layer.expert_logits(z, task.name).argmax(1))
@@ -987,7 +984,7 @@ def _template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[LucaCon
         if luca_config is None:
             luca_config = next(iter(tuner.peft_config.values())).template()
             luca_config.classes = None
-        if list(tuner.experts) == ["default"] and tuner.layer.is_untrained("default"):
+        if list(tuner.experts) == ["default"]:
             # As get_peft_model(vit, LucaConfig()) makes it: a config to train by, not an expert to keep.
             logger.warning(
                 "The expert 'default' was never trained: it is taken off, and each task gets one of its own."
@@ -1019,7 +1016,6 @@ def _check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments, 
         raise ValueError(
             f"a task cannot be called {PLOTS_NAME!r} with plots=True, which writes a folder of that name."
         )
-    config.check_head(task.classes)
     if args.eval_strategy != "no" and task.test is None:
         raise ValueError(f"eval_strategy is {args.eval_strategy!s}, but task {task.name!r} has no test images.")
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .config import LucaConfig
-from .layer import LucaLayer, find_layer, reading_features
+from .head import Head
+from .layer import LucaLayer
 
 
 REFERENCE_PICTURES = 192
@@ -61,6 +63,51 @@ def draw_reference_pictures(count: int, size: int, seed: int = REFERENCE_SEED) -
             u, v = abs(x - center_x) / (width / 2 + 0.02), abs(y - center_y) / (height / 2 + 0.02)
             picture[(u * u + v * v < 1) if rng.randint(2) else (np.maximum(u, v) < 1)] = color
     return pictures
+
+
+class _HeadInput(nn.Module):
+    """Stands in for the head and returns its input."""
+
+    def __init__(self, in_features: int) -> None:
+        super().__init__()
+        self.in_features = self.out_features = in_features
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
+
+
+@torch.no_grad()
+def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor) -> Tensor:
+    """
+    [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`.
+
+    Runs a shallow copy of the model that shares all its modules except the head, so that nothing of the model changes
+    and threads do not meet.
+    """
+    trunk = parent = _shallow_copy(getattr(model, "_orig_mod", model))
+    *path, name = head.name.split(".")
+    for part in path:
+        child = _shallow_copy(parent._modules[part])
+        parent._modules[part] = child
+        parent = child
+    parent._modules[name] = _HeadInput(head.input_width)
+    output = trunk(pixel_values)
+    features: Tensor = output if isinstance(output, Tensor) else output.logits
+    if features.ndim != 2 or features.shape[1] != head.input_width:
+        raise ValueError(
+            f"the head reads a tensor of shape (batch, {head.input_width}), got {tuple(features.shape)}. LuCA reads "
+            "one pooled vector per image."
+        )
+    return features[:, : head.width]
+
+
+def _shallow_copy(module: Any) -> Any:
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    # A forward that was replaced or compiled on the instance would run the original module.
+    copied.__dict__.pop("forward", None)
+    copied._compiled_call_impl = None
+    return copied
 
 
 class BackboneFacts:
@@ -190,7 +237,9 @@ def is_identity(mean: Tensor, std: Tensor) -> bool:
     return bool((mean == 0).all() and (std == 1).all())
 
 
-def check_backbone(model: nn.Module, config: LucaConfig, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
+def check_backbone(
+    model: nn.Module, head: Head, config: LucaConfig, adapter_name: str, state_dict: Mapping[str, Tensor]
+) -> None:
     """
     Compare the backbone with the one that an expert was trained on, before its weights are loaded: by fingerprint, and
     where that differs (another dtype, a quantised trunk) by [CLS] on the reference pictures.
@@ -200,29 +249,20 @@ def check_backbone(model: nn.Module, config: LucaConfig, adapter_name: str, stat
     """
     if config.allow_mismatch or config.fingerprint is None:
         return
-    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
-    path, _ = find_layer(base)
-    backbone = BackboneFacts.of(base, path)
+    backbone = BackboneFacts.of(model, head.name)
     if backbone.fingerprint in (None, config.fingerprint):
         return
     refusal = (
         f"expert {adapter_name!r} was trained on the backbone {config.fingerprint[:12]} "
         f"({config.base_model_name_or_path or 'unnamed'}), but this one is {backbone.fingerprint[:12]} "
-        f"({getattr(base, 'name_or_path', '') or 'unnamed'})"
+        f"({getattr(model, 'name_or_path', '') or 'unnamed'})"
     )
     remedy = "Load the backbone it was trained on, or set allow_mismatch=True to load it all the same."
     saved = _saved_reference(state_dict)
     if saved is None:
         raise ValueError(f"{refusal}, and it has no reference to compare [CLS] by. {remedy}")
 
-    @torch.no_grad()
-    def read(pixel_values: Tensor) -> Tensor:
-        with reading_features():
-            output = base(pixel_values)
-        features: Tensor = output if isinstance(output, Tensor) else output.logits
-        return features
-
-    distance = reference_distance(saved, backbone.reference(read))
+    distance = reference_distance(saved, backbone.reference(partial(pooled_features, model, head)))
     if not distance <= BACKBONE_TOLERANCE:
         raise ValueError(
             f"{refusal}: [CLS] on the reference pictures is {distance:.3g} deviations away, more than "
@@ -235,7 +275,7 @@ def check_backbone(model: nn.Module, config: LucaConfig, adapter_name: str, stat
     )
 
 
-def _saved_reference(state_dict: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+def _saved_reference(state_dict: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     """The reference in an expert's file; `None` where it was never computed."""
     found = {
         part: tensor

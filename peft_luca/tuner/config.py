@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from ..utils import check_classes
 
 ARRANGEMENTS = ("adapter_calibrator", "calibrator_adapter", "parallel", "adapter", "calibrator")
 NORM_POSITIONS = ("after_residual", "before_residual")
-HEADS = ("cosine", "linear")
 ROW_INITS = ("class_means", "random", "zeros")
 POOLED = ("cls", "any")
 
@@ -47,9 +45,6 @@ class LucaConfig(PeftConfig):
         norm_position (`str`, *optional*, defaults to `"after_residual"`):
             LayerNorm of the adapter after the residual sum, as in the authors' code, or `"before_residual"`, on the
             MLP branch alone, as their README has it. The parallel arrangement has no residual sum.
-        head (`str`, *optional*, defaults to `"cosine"`):
-            `"cosine"`: logits σ · cos(LuCA(z), row). `"linear"`: rows and a bias; such an expert scores only its own
-            classes, and routes by them.
         scale (`float`, *optional*, defaults to `20.0`):
             Where σ, the learned scale of the cosine rows, starts.
         positive_scale (`bool`, *optional*, defaults to `True`):
@@ -86,7 +81,6 @@ class LucaConfig(PeftConfig):
     norm_position: str = field(
         default="after_residual", metadata={"help": "Where the adapter's LayerNorm sits.", "choices": NORM_POSITIONS}
     )
-    head: str = field(default="cosine", metadata={"help": "Kind of class rows.", "choices": HEADS})
     scale: float | None = field(default=None, metadata={"help": "Where the learned scale of the rows starts."})
     positive_scale: bool | None = field(default=None, metadata={"help": "Keep the scale positive."})
     init_rows: str | None = field(default=None, metadata={"help": "How new rows start.", "choices": ROW_INITS})
@@ -110,7 +104,6 @@ class LucaConfig(PeftConfig):
         for name, allowed in (
             ("arrangement", ARRANGEMENTS),
             ("norm_position", NORM_POSITIONS),
-            ("head", HEADS),
             ("pooled", POOLED),
             ("init_rows", (None, *ROW_INITS)),
         ):
@@ -166,19 +159,6 @@ class LucaConfig(PeftConfig):
                 "or set adapter_width and calibrator_width."
             )
         return widths
-
-    def check_head(self, classes: Sequence[str]) -> None:
-        """
-        Refuse a linear head over one class.
-
-        Raises:
-            ValueError: with the reason.
-        """
-        if self.head == "linear" and len(classes) < 2:
-            raise ValueError(
-                f"an expert with a linear head needs at least two classes, got {list(classes)!r}: over a single class "
-                "it is always certain. Use head='cosine'."
-            )
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = super().to_dict()

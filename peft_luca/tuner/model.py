@@ -1,29 +1,27 @@
-"""The tuner: finds the head, puts the experts in its place, and keeps labels, router and backbone in order."""
+"""`LucaModel`: puts experts in the place of a model's head, sets who answers, and keeps the backbone frozen."""
 
 from __future__ import annotations
 
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
-from transformers.modeling_outputs import ImageClassifierOutput
 
-from ..routing.discriminants import StatisticsRouter
-from ..routing.router import Oracle, Router, RouterOptions, RoutingOutput, get_router
+from ..routing import Router, RoutingOutput, make_router
 from ..routing.statistics import DEFAULT_RANK, ClassStatistics
-from .backbone import BackboneFacts, check_backbone, check_same_reference, is_identity
+from .backbone import BackboneFacts, check_backbone, check_same_reference, is_identity, pooled_features
 from .config import LucaConfig
-from .head import check_expert_name, find_head
-from .labels import Outputs
-from .layer import MERGE_REFUSED, LucaLayer, find_layer, luca_layers, reading_features
-from .untouched import Untouched
+from .head import Head, check_expert_name, find_head
+from .labels import Labels
+from .layer import MERGE_REFUSED, LucaLayer, find_layer, luca_layers
 
 
 class _Configs(dict[str, LucaConfig]):
@@ -32,8 +30,8 @@ class _Configs(dict[str, LucaConfig]):
     def __contains__(self, name: object) -> bool:
         if isinstance(name, (list, set, dict)):
             raise ValueError(
-                f"an expert is named by a string, got {name!r}. One expert is active at a time: use "
-                "set_router('entropy') to ask all experts and let the most certain one answer each image."
+                f"an expert is named by a string, got {name!r}. One expert is active at a time: use set_router to let "
+                "a router choose among all experts."
             )
         return super().__contains__(name)
 
@@ -41,7 +39,156 @@ class _Configs(dict[str, LucaConfig]):
         raise KeyError(f"there is no expert {name!r}. The model has {', '.join(self)}.")
 
 
-class LucaModel(BaseTuner):
+class _PeftVerbs(BaseTuner):
+    """What PEFT calls of a tuner to add, save and load experts, and the verbs that LuCA refuses."""
+
+    prefix: str = "luca_"
+    tuner_layer_cls = LucaLayer
+    model: Any
+    peft_config: dict[str, Any]
+    layer: LucaLayer
+    _base_labels: Labels
+    # The expert that was added last, until the model is set to train: only its weights may be replaced by a copy.
+    _just_added: str | None = None
+    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT's name; the head is found in _prepare_model
+
+    def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
+        layers = luca_layers(model)  # another tuner has put one in and changed the model's labels since
+        self._base_labels = layers[0].base_labels if layers else Labels.of_model(model)
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> LucaConfig:
+        return peft_config  # PEFT's version looks the targets up by model type alone; see _prepare_model
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        adapter_name = next(name for name, known in self.peft_config.items() if known is peft_config)
+        head = check_new_expert(model, peft_config, adapter_name, self._base_labels)
+        peft_config.target_modules = [head.name]
+        if peft_config.fingerprint is None:
+            peft_config.fingerprint = BackboneFacts.of(model, head.name).fingerprint
+        self._just_added = adapter_name
+
+    def _create_and_replace(  # type: ignore[override]
+        self, peft_config: Any, adapter_name: str, target: Any, target_name: str, parent: nn.Module, **kwargs: Any
+    ) -> None:
+        if not isinstance(target, LucaLayer):
+            head = find_head(self.model, peft_config)
+            layer = LucaLayer(target, width=head.width, input_width=head.input_width)
+            layer.base_labels = self._base_labels
+            layer.set_adapter(self.active_adapters)
+            # Not PEFT's _replace_module, which asks the head for a weight that the head of a base without labels
+            # lacks.
+            setattr(parent, target_name, layer)
+            target = layer
+        target.update_layer(adapter_name, peft_config)
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported: experts cannot be averaged."""
+        raise NotImplementedError(
+            "LuCA experts cannot be averaged: each has rows for its own classes, and none changes the same weights. "
+            "Keep them side by side and let set_router choose for each image."
+        )
+
+    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(MERGE_REFUSED)
+
+    def unmerge_adapter(self) -> None:
+        raise NotImplementedError(MERGE_REFUSED)
+
+    def _check_merge_allowed(self) -> None:
+        raise NotImplementedError(MERGE_REFUSED)
+
+    @contextmanager
+    def _enable_peft_forward_hooks(
+        self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any
+    ) -> Iterator[None]:
+        """For `model(pixel_values, adapter_names=[...])`: one expert for each image, over the global label space."""
+        if self.model.training:  # set by its own train(), past this one's
+            self.train(self.training)
+        if adapter_names is None:
+            yield
+            return
+        if self.training:
+            raise ValueError(
+                "Cannot pass `adapter_names` when the model is in training mode. Call model.eval() first."
+            )
+        if "__base__" in adapter_names:
+            raise ValueError(
+                "adapter_names has '__base__', but the base model's own head has other classes than the experts, so "
+                "one batch cannot hold both. Run those images within `model.disable_adapter()`."
+            )
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        unknown = sorted({str(name) for name in names if not isinstance(name, str) or name not in self.peft_config})
+        if unknown:
+            raise ValueError(
+                f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}. The model has "
+                f"{', '.join(self.peft_config)}."
+            )
+        thread = threading.get_ident()
+
+        def pass_names(layer: LucaLayer, inputs: Any, keywords: dict[str, Any]) -> Any:
+            if threading.get_ident() != thread:  # the names belong to the images of this thread
+                return None
+            return inputs, {**keywords, "adapter_names": list(adapter_names)}
+
+        handle = self.layer.register_forward_pre_hook(pass_names, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: Any,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Tensor]:
+        # Not super()'s, which would take the tensors of other methods' adapters inside the backbone as well.
+        path, layer = find_layer(model)
+        path = path.removeprefix("_fsdp_wrapped_module.")  # which FSDP's state dict leaves out
+        expected = [f"{path}.{key}" for key in sorted(layer.tensors(adapter_name))]
+        missing = [key for key in expected if key not in state_dict]
+        if missing:
+            raise RuntimeError(
+                f"saving expert {adapter_name!r} would lose {missing}. Nothing was written. Rename the experts."
+            )
+        return {key: state_dict[key] for key in expected}
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        # The last point at which PEFT lets a tuner see the weights before it copies them.
+        remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
+            model, config, adapter_name, state_dict
+        )
+        path, layer = find_layer(model)
+        expected = layer.tensors(adapter_name)
+        missing = {f"{path}.{key}" for key in expected} - set(remapped)
+        if missing:
+            raise ValueError(
+                f"the file of expert {adapter_name!r} lacks {sorted(missing)}. It is incomplete, or was made with "
+                "another configuration: nothing of it was loaded."
+            )
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        check_backbone(base, find_head(base, config), config, adapter_name, state_dict)
+        check_same_reference(layer, adapter_name, state_dict)
+        tuner: Any = model.base_model if isinstance(model, PeftModel) else model
+        if getattr(tuner, "_just_added", None) != adapter_name:
+            other = layer.duplicate_of(adapter_name, {key: remapped[f"{path}.{key}"] for key in expected})
+            if other is not None:
+                raise ValueError(
+                    f"these are the weights of expert {other!r}, and would replace those of {adapter_name!r}. If this "
+                    "is load_best_model_at_end of transformers: it only knows an expert called 'default'. The "
+                    f"checkpoint has a folder {adapter_name!r}, which model.load_adapter(folder, {adapter_name!r}) "
+                    f"loads. To copy {other!r}, delete {adapter_name!r} first."
+                )
+        return remapped
+
+
+class LucaModel(_PeftVerbs):
     """
     LuCA (Learn and Calibrate) experts on the pooled [CLS] vector of a frozen image classifier.
 
@@ -67,88 +214,33 @@ class LucaModel(BaseTuner):
         ```
     """
 
-    prefix: str = "luca_"
-    tuner_layer_cls = LucaLayer
-    model: Any
-    peft_config: dict[str, Any]
-    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT's name; the head is found in _prepare_model
-
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if isinstance(model, PeftModel):
             raise ValueError(
-                f"this model is a PeftModel with {model.peft_type} adapters already. LuCA goes on what is inside: "
-                "pass model.get_base_model(), in which those adapters stay at work as a frozen part of the backbone."
+                f"this model is a PeftModel with {model.peft_type} adapters already. LuCA goes on the model inside: "
+                "pass model.get_base_model(), in which those adapters stay active as a frozen part of the backbone."
             )
+        configs = _Configs(peft_config if isinstance(peft_config, dict) else {adapter_name: peft_config})
+        layers = luca_layers(model)
+        labels = layers[0].base_labels if layers else Labels.of_model(model)
+        for name, config in configs.items():  # before anything of the model is changed
+            check_new_expert(model, config, name, labels)
         # Adapters of another method inside the backbone keep their own configs, which PEFT would mix with ours.
         foreign = vars(model).get("peft_config") or {}
-        self_made = all(isinstance(config, LucaConfig) for config in foreign.values())
-        before = Untouched.of(model)
-        peft_config = _Configs(peft_config if isinstance(peft_config, dict) else {adapter_name: peft_config})
-        try:
-            if not self_made:
-                del model.peft_config
-            super().__init__(model, peft_config, adapter_name, *args, **kwargs)
-        except BaseException:
-            before.give_back(model)
-            raise
-        self._before = before
-        self._backbone_peft_config = None if self_made else foreign
+        own = all(isinstance(config, LucaConfig) for config in foreign.values())
+        if not own:
+            del model.peft_config
+        super().__init__(model, configs, adapter_name, *args, **kwargs)  # type: ignore[arg-type]
+        self._backbone_peft_config = None if own else foreign
 
-    # ---- what PEFT calls when an expert is added -----------------------------------------------------------------
-
-    def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
-        self._base_outputs = Outputs.of(model)
-        for layer in luca_layers(model):  # injected by another tuner, which has changed the model's labels since
-            self._base_outputs = layer.base_outputs
-
-    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> LucaConfig:
-        return peft_config  # PEFT's version looks the targets up by model type alone; see _prepare_model
-
-    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
-        head = find_head(model, peft_config)
-        adapter_name = next(name for name, known in self.peft_config.items() if known is peft_config)
-        check_expert_name(adapter_name, model, head.name)
-        if peft_config.target_modules is None:
-            peft_config.filled.add("target_modules")
-        peft_config.target_modules = [head.name]
-        if peft_config.classes is None:
-            peft_config.classes = self._base_outputs.names(model.get_submodule(head.name))
-            peft_config.filled.add("classes")
-        peft_config.resolve()
-        peft_config.check_head(peft_config.classes)
-        if peft_config.fingerprint is None:
-            peft_config.fingerprint = BackboneFacts.of(model, head.name).fingerprint
-
-    def _create_and_replace(
-        self,
-        peft_config: Any,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        parameter_name: str | None = None,
-    ) -> None:
-        if isinstance(target, LucaLayer):
-            target.update_layer(adapter_name, peft_config)
-            return
-        head = find_head(self.model, peft_config)
-        layer = LucaLayer(target, width=head.width, input_width=head.input_width)
-        layer.base_outputs = self._base_outputs
-        layer.set_adapter(self.active_adapters)
-        layer.update_layer(adapter_name, peft_config)
-        self._replace_module(parent, target_name, layer, target)
-
-    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        # PEFT's version asks the head for its weight, which the Identity of a base without labels does not have.
-        setattr(parent, child_name, new_module)
+    # ---- adding, choosing and removing experts -------------------------------------------------------------------
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         # PEFT sets the active adapter again at the end; adding an expert must not switch the router off.
         layers = luca_layers(model)
-        router = (layers[0].router, layers[0].router_options) if layers else (None, {})
+        router = layers[0].router if layers else None
         super().inject_adapter(model, adapter_name, *args, **kwargs)
-        self.layer.router, self.layer.router_options = router
+        self.layer.router = router
         # As train() keeps it: dropout in the trunk would move [CLS], and the reference with it.
         self.model.eval()
         self.layer.train(self.training)
@@ -156,46 +248,65 @@ class LucaModel(BaseTuner):
         for parameter in self.model.parameters():
             if id(parameter) not in own:  # PEFT leaves other adapters in the backbone trainable
                 parameter.requires_grad = False
-        self._follow_outputs()
+        self.sync_labels()
 
-    # ---- PEFT's verbs --------------------------------------------------------------------------------------------
+    def add_expert(
+        self,
+        name: str,
+        config: LucaConfig,
+        tensors: Mapping[str, Tensor],
+        statistics: ClassStatistics | None = None,
+    ) -> None:
+        """
+        Adds a trained expert, frozen, without changing which expert or router is active.
+
+        Args:
+            name (`str`): Its name.
+            config ([`LucaConfig`]): Its config.
+            tensors (`dict[str, torch.Tensor]`): Its tensors, named as in its file but without the head's name.
+            statistics ([`ClassStatistics`], *optional*): Statistics of its training features.
+        """
+        head = check_new_expert(self.model, config, name, self._base_labels)
+        config.target_modules = [head.name]
+        self.layer.add_expert(name, config, tensors)
+        self.peft_config[name] = config
+        if statistics is not None:
+            self.layer.set_statistics(name, statistics)
+        self.sync_labels()
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         """
-        Let one expert answer, over its own classes. Switches the router off.
+        Activates one expert, which answers over its own classes. Switches the router off.
 
         Raises:
-            ValueError: several names. Use [`~LucaModel.set_router`] to let all experts be asked.
+            ValueError: there is no such expert, or several were named.
         """
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         if len(names) > 1:
             raise ValueError(
-                f"one expert is active at a time, got {names}. Use set_router('entropy') to ask all experts and let "
-                "the most certain one answer each image."
+                f"one expert is active at a time, got {names}. Use set_router to let a router choose among all "
+                "experts."
             )
-        if not set(names) <= set(self.peft_config):
-            raise ValueError(f"there is no expert {names[0]!r}. The model has {', '.join(self.peft_config)}.")
+        self._check_experts(names)
         super().set_adapter(adapter_name, inference_mode=inference_mode)
         if self.targeted_module_names:
-            self.layer.router, self.layer.router_options = None, {}
-            self._follow_outputs()
+            self.layer.router = None
+            self.sync_labels()
 
     def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
         """
-        Let experts be trained, or freeze them, without making them active.
+        Makes experts trainable, or freezes them, without activating them.
 
         Raises:
             ValueError: there is no such expert.
         """
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
-        unknown = [name for name in names if name not in self.experts]
-        if unknown:
-            raise ValueError(f"there is no expert {unknown[0]!r}. The model has {', '.join(self.experts)}.")
+        self._check_experts(names)
         super().set_requires_grad(names, requires_grad)
 
     def delete_adapter(self, adapter_name: str) -> None:
         """
-        Forget an expert: what is left is exactly the model that never had it.
+        Deletes an expert. What is left is exactly the model that never had it.
 
         Raises:
             ValueError: there is no such expert, or it is the only one.
@@ -207,118 +318,68 @@ class LucaModel(BaseTuner):
             )
         with warnings.catch_warnings():
             if self.targeted_module_names and self.layer.router is not None:
-                # PEFT warns that another expert is active now, but with the router on every expert is asked anyhow.
+                # PEFT warns that another adapter is active now, which does not matter to a router.
                 warnings.filterwarnings("ignore", message=f"Adapter {re.escape(adapter_name)} was active")
             super().delete_adapter(adapter_name)
-        self._follow_outputs()
+        self.sync_labels()
+
+    def _check_experts(self, names: Sequence[str]) -> None:
+        unknown = [name for name in names if name not in self.peft_config]
+        if unknown:
+            raise ValueError(f"there is no expert {unknown[0]!r}. The model has {', '.join(self.peft_config)}.")
 
     def _enable_adapter_layers(self, enabled: bool = True) -> None:
         # Not super()'s, which would disable the adapters of other methods inside the backbone as well.
         self.layer.enable_adapters(enabled)
-        self._follow_outputs()
-
-    @contextmanager
-    def _enable_peft_forward_hooks(
-        self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any
-    ) -> Iterator[None]:
-        """
-        Let the experts in `adapter_names`, one for each image of the batch, answer over the global label space: what
-        `model(pixel_values, adapter_names=[...])` calls.
-        """
-        self._keep_calm()
-        if adapter_names is None:
-            yield
-            return
-        if self.training:
-            raise ValueError(
-                "Cannot pass `adapter_names` when the model is in training mode. Call model.eval() first."
-            )
-        if "__base__" in adapter_names:
-            raise ValueError(
-                "adapter_names has '__base__', but the base model's own head knows other classes than the experts do, "
-                "so that one batch cannot hold both answers. Run those images within `model.disable_adapter()`."
-            )
-        wanted = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-        unknown = sorted({str(name) for name in wanted if not isinstance(name, str) or name not in self.experts})
-        if unknown:
-            raise ValueError(
-                f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}. The model has "
-                f"{', '.join(self.experts)}."
-            )
-        thread = threading.get_ident()
-
-        def name(layer: LucaLayer, inputs: Any, named: dict[str, Any]) -> Any:
-            if threading.get_ident() != thread:  # the names are of this thread's images
-                return None
-            return inputs, {**named, "adapter_names": list(adapter_names)}
-
-        handle = self.layer.register_forward_pre_hook(name, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+        self.sync_labels()
 
     def unload(self) -> nn.Module:
-        """Take the experts off and give back the model as it was. Other methods' adapters inside it stay."""
+        """Removes all experts and returns the model as it was. Adapters of other methods inside it stay."""
         parent, _, head = self.targeted_module_names[0].rpartition(".")
         setattr(self.model.get_submodule(parent), head, self.layer.base_layer)
         del self.model.peft_config
         if self._backbone_peft_config is not None:
             self.model.peft_config = self._backbone_peft_config
-        self._base_outputs.apply(self.model)
+        self._base_labels.apply(self.model)
         model: nn.Module = self.model
         return model
 
-    def take_back(self) -> None:
-        """Undo the making of the model, also what was frozen and put into eval mode: its experts are refused."""
-        self._before.give_back(self.model)
-
-    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: experts cannot be averaged."""
-        raise NotImplementedError(
-            "LuCA experts cannot be averaged: each has rows for its own classes, and none is a change of the same "
-            "weights. Keep them side by side and let set_router('entropy') choose for each image."
-        )
-
-    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(MERGE_REFUSED)
-
-    def unmerge_adapter(self) -> None:
-        raise NotImplementedError(MERGE_REFUSED)
-
-    def _check_merge_allowed(self) -> None:
-        raise NotImplementedError(MERGE_REFUSED)
-
     def train(self, mode: bool = True) -> LucaModel:
-        """Only the experts change mode: the frozen trunk stays in eval mode, so that dropout cannot move [CLS]."""
+        """Sets the mode of the experts. The frozen trunk stays in eval mode, so that dropout cannot move [CLS]."""
+        self._just_added = None if mode else self._just_added
         if self.training != mode or self.layer.training != mode or self.model.training:  # Trainer asks at every step
             super().train(mode)
             self.model.eval()
             self.layer.train(mode)
         return self
 
-    def _keep_calm(self) -> None:
-        if self.model.training:  # by its own train(), past this one's
-            self.train(self.training)
+    def sync_labels(self) -> None:
+        """Syncs `id2label`, `num_labels` and the loss with the active expert or router."""
+        layer = self.layer
+        if layer.disable_adapters or not layer.active_adapters:
+            self._base_labels.apply(self.model)
+        else:
+            classes = self.classes if layer.router is not None else self.experts[layer.active_adapters[0]]
+            Labels.of_classes(classes).apply(self.model)
 
     def __repr__(self) -> str:
-        # Of the backbone only what it is: print(model.get_base_model()) has its modules.
-        if not self.targeted_module_names:  # something went wrong on the way
+        # Of the backbone only its name: print(model.get_base_model()) shows its modules.
+        if not self.targeted_module_names:
             return super().__repr__()
         name = getattr(self.model, "name_or_path", "") or "unnamed"
-        lines = [f"{type(self.model).__name__} ({name})", *self.layer.described()]
+        lines = [f"{type(self.model).__name__} ({name})", *self.layer.summary()]
         return "LucaModel(\n  " + "\n  ".join(lines) + "\n)"
 
-    # ---- experts and routing -------------------------------------------------------------------------------------
+    # ---- features, experts and routing ---------------------------------------------------------------------------
 
     @property
-    def layer(self) -> LucaLayer:
+    def layer(self) -> LucaLayer:  # type: ignore[override]
         """The layer that holds the experts."""
         layer = self.model.get_submodule(self.targeted_module_names[0])
         if not isinstance(layer, LucaLayer):
             raise RuntimeError(
-                "this model has no experts any more: unload() has taken them off. Go on with the backbone that it "
-                "returned, or put experts onto that with get_peft_model or load_experts."
+                "this model has no experts any more: unload() has removed them. Continue with the backbone that it "
+                "returned, or add experts to that with get_peft_model or load_experts."
             )
         return layer
 
@@ -332,239 +393,170 @@ class LucaModel(BaseTuner):
         """The global label space: the class names of all experts in order of first appearance."""
         return self.layer.label_space.classes
 
-    def set_router(self, router: str | Router | StatisticsRouter | Oracle | None, **options: Any) -> None:
+    @property
+    def router(self) -> Router | None:
+        """The router that is set. `None` if a single expert is active."""
+        return self.layer.router
+
+    @property
+    def statistics(self) -> Mapping[str, ClassStatistics]:
+        """Expert → statistics of its training features, for the experts that have them."""
+        return MappingProxyType(self.layer.statistics)
+
+    def set_router(self, router: str | Router | Callable[..., Tensor] | None, **options: Any) -> None:
         """
-        Ask all experts, and let the router choose who answers each image, by itself: logits are then (batch, C) over
-        the global label space, and `config.id2label` follows.
+        Lets a router choose, for each image by itself, the expert that answers. Logits are then `(batch, C)` over the
+        global label space, and `config.id2label` follows.
 
         Args:
-            router (`str`, function or `None`):
-                By scores: `"entropy"` (the paper's), `"max_prob"`, `"margin"`, `"energy"`, or a function of scores
-                `(batch, experts, C)` that returns `(batch, experts)`, the lowest for the expert that should answer.
-                By the experts' statistics: `"gaussian"` (recommended), `"prototype"`, `"ridge"`, `"hybrid"`.
-                `"oracle"` is told the expert of each image. `None` goes back to the active expert alone.
-            options: Passed to the router, such as `temperature=2.0`; and [`~peft_luca.routing.RouterOptions`].
+            router (`str`, [`Router`], function or `None`):
+                By the experts' scores: `"entropy"` (the paper's) or `"energy"`. By their statistics: `"gaussian"`
+                (recommended), `"lda"` or `"ridge"`. `"oracle"` needs `route(..., expert=...)`. A function takes scores
+                `(batch, experts, C)` and returns costs `(batch, experts)`; the lowest answers. `None` switches routing
+                off: the active expert answers.
+            options: Options of the router, such as `temperature=2.0` or `unknown_below=0.5`.
 
         Raises:
-            ValueError:
-                there is no router of that name, it does not take the options, or an expert lacks the statistics that
-                it needs.
+            ValueError: there is no such router, an option is wrong, or an expert lacks the statistics it needs.
         """
-        if router is None:
-            if options:
-                raise ValueError(f"no router, so no options: got {sorted(options)}.")
-            self.layer.set_router(None, {})
-        else:
-            function = get_router(router)
-            before = self.layer.router, self.layer.router_options
-            try:
-                common, own = RouterOptions.split(options)
-                if callable(function):
-                    function(torch.zeros(1, 2, 3), **own)
-                elif own and isinstance(function, Oracle):
-                    raise TypeError(f"the oracle takes none, got {sorted(own)}")
-                elif common.routing_scope == "batch":
-                    raise ValueError(f"routing_scope='batch' goes with routers of scores only, got {router!r}.")
-                self.layer.set_router(function, options)
-            except BaseException as error:
-                self.layer.router, self.layer.router_options = before
-                if isinstance(error, TypeError):
-                    raise ValueError(f"the router {router!r} does not take these options: {error}") from error
-                raise
-            if common.routing_scope == "batch":
-                warnings.warn(
-                    "routing_scope='batch' lets one expert answer a whole batch, as the released evaluation does: the "
-                    "accuracy then depends on how the images are ordered and batched, and over a test set sorted by "
-                    "class it leaks the task. Use it for comparison with published figures only.",
-                    stacklevel=2,
-                )
-        self._follow_outputs()
-
-    def set_over_all_classes(self, enabled: bool) -> None:
-        """Let the active expert answer over the rows of all experts' classes, (batch, C), and not over its own K."""
-        self.layer.over_all_classes = enabled
-        self._follow_outputs()
-
-    @torch.no_grad()
-    def pooled_features(self, pixel_values: Tensor) -> Tensor:
-        """[CLS] of images `(batch, channels, height, width)` → `(batch, d)`: one pass of the trunk, no expert."""
-        self._keep_calm()
-        with reading_features():
-            output = self.model(pixel_values)
-        features: Tensor = output if isinstance(output, Tensor) else output.logits
-        if features.shape[-1] != self.layer.width:
-            raise RuntimeError(
-                f"the backbone returned {features.shape[-1]} numbers in place of [CLS], {self.layer.width} wide: it "
-                "was compiled by itself, and its graph cannot stop before the experts. Compile the PeftModel instead."
+        if router is None and options:
+            raise ValueError(f"router=None takes no options, got {sorted(options)}.")
+        made = None if router is None else make_router(router, **options)
+        self.layer.set_router(made)
+        self.sync_labels()
+        if getattr(getattr(made, "options", None), "routing_scope", "sample") == "batch":
+            warnings.warn(
+                "routing_scope='batch' lets one expert answer a whole batch, as the released evaluation does: the "
+                "accuracy then depends on how the images are ordered and batched, and over a test set sorted by class "
+                "it leaks the task. Use it for comparison with published figures only.",
+                stacklevel=2,
             )
-        return features
 
-    @contextmanager
-    def taking_features(self) -> Iterator[None]:
-        """
-        Within this context the model takes `features=` `(batch, d)`, [CLS] computed before, in place of images, and
-        does not run the trunk. Everything around it (PeftModel, DDP, autocast) stays as it is.
-        """
-
-        def forward(features: Tensor, **kwargs: Any) -> ImageClassifierOutput:
-            return ImageClassifierOutput(logits=self.layer.logits(features))
-
-        self.model.forward = forward
-        try:
-            yield
-        finally:
-            del self.model.forward
+    def pooled_features(self, pixel_values: Tensor) -> Tensor:
+        """[CLS] of images, `(batch, channels, height, width)` → `(batch, d)`: one pass of the trunk, no expert."""
+        if self.model.training:  # set by its own train(), past this one's
+            self.train(self.training)
+        layer = self.layer
+        return pooled_features(
+            self.model, Head(self.targeted_module_names[0], layer.width, layer.input_width), pixel_values
+        )
 
     @torch.no_grad()
     def route(self, pixel_values: Tensor, expert: Tensor | None = None) -> RoutingOutput:
         """
-        Who answers each image, and how certain every expert is, with one pass of the trunk.
+        Routes images with the router that is set, or by entropy, in one pass of the trunk.
 
         Args:
             pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Preprocessed images.
-            expert (`torch.Tensor` of shape `(batch,)`, *optional*): With the oracle, who is to answer each image.
-
-        Returns:
-            [`RoutingOutput`]: by the router that is set, or by entropy.
+            expert (`torch.Tensor` of shape `(batch,)`, *optional*):
+                Position of the expert that answers each image, in place of the router's choice.
         """
-        return self.layer.route(self.pooled_features(pixel_values), expert)
+        return self.route_features(self.pooled_features(pixel_values), expert)
 
-    def collect_statistics(
-        self,
-        adapter_name: str,
-        features: Tensor,
-        labels: Tensor,
-        rank: int | None = DEFAULT_RANK,
-        random_features: int = 0,
-    ) -> ClassStatistics:
-        """
-        Give an expert the statistics that `"gaussian"`, `"prototype"`, `"hybrid"` and `"ridge"` need.
-        [`ContinualTrainer`] does.
+    @torch.no_grad()
+    def route_features(self, features: Tensor, expert: Tensor | None = None) -> RoutingOutput:
+        """As [`~LucaModel.route`], from [CLS] vectors `(batch, d)`."""
+        return self.layer.route_features(features, expert)
 
-        Args:
-            adapter_name (`str`): The expert.
-            features (`torch.Tensor` of shape `(images, d)`): [CLS] of its training images, as they leave the trunk.
-            labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
-            rank, random_features: See [`~peft_luca.statistics.ClassStatistics.collect`].
-        """
-        layer = self.layer
-        device = layer.label_space.device
+    def expert_logits(self, features: Tensor, name: str) -> Tensor:
+        """One expert's logits of its own classes, `(batch, d)` → `(batch, K)`."""
+        return self.layer.expert_logits(features, name)
 
-        def prepare(z: Tensor) -> Tensor:
-            return layer.unit_features(z.to(device), adapter_name).cpu()
+    def scores(self, features: Tensor, names: Sequence[str] | None = None) -> Tensor:
+        """Scores of all classes under each expert, `(batch, d)` → `(batch, experts, C)`."""
+        return self.layer.scores(features, None if names is None else list(names))
 
-        classes = self.experts[adapter_name]
-        statistics = ClassStatistics.collect(features.cpu(), labels.cpu(), classes, rank, random_features, prepare)
-        layer.statistics[adapter_name] = statistics
-        layer._statistics_routing = None
-        return statistics
-
-    def l1_penalty(self, adapter_name: str | None = None) -> Tensor:
-        """
-        Σ|θ| over the LuCA parameters of an expert, a scalar with gradient, to be added to the loss in one's own loop
-        (the paper's λ is 5e-4).
-
-        Args:
-            adapter_name (`str`, *optional*): The expert; the active one by default.
-        """
-        return self.layer.l1_penalty(adapter_name or self.active_adapters[0])
-
-    # ---- the backbone --------------------------------------------------------------------------------------------
+    # ---- training ------------------------------------------------------------------------------------------------
 
     @property
     def backbone(self) -> BackboneFacts:
-        """Fingerprint of the backbone as it is now, and its reference."""
+        """Fingerprint and reference of the backbone as it is now."""
         return BackboneFacts.of(self.model, self.targeted_module_names[0])
 
-    def compute_reference(self, adapter_name: str | None = None) -> None:
+    def compute_reference(self, name: str | None = None) -> None:
         """
-        Measure the backbone's mean and deviation of [CLS] over the reference pictures, and standardise an expert's
-        input by it. To be called before training; [`ContinualTrainer`] does. Does nothing for an expert that has a
-        reference already, since its weights were learnt behind it.
+        Measures mean and deviation of the backbone's [CLS] over the reference pictures, by which the expert then
+        standardizes its input. Call it before training; [`ContinualTrainer`] does. An expert that has a reference
+        keeps it, since its weights were learned with it.
 
         Args:
-            adapter_name (`str`, *optional*): The expert; the active one by default.
+            name (`str`, *optional*): The expert; the active one by default.
         """
-        name = adapter_name or self.active_adapters[0]
+        name = name or self.active_adapters[0]
         mean, std = self.layer.luca_reference_mean[name], self.layer.luca_reference_std[name]
-        if mean.is_meta or is_identity(mean, std):  # on the meta device that asks for the weights
+        if mean.is_meta or is_identity(mean, std):  # on the meta device reference() asks for the weights
             reference = self.backbone.reference(self.pooled_features)
             mean.copy_(reference[0])
             std.copy_(reference[1])
 
-    # ---- saving and loading --------------------------------------------------------------------------------------
+    def collect_statistics(
+        self, name: str, features: Tensor, labels: Tensor, rank: int | None = DEFAULT_RANK, random_features: int = 0
+    ) -> ClassStatistics:
+        """
+        Computes and keeps the statistics of an expert's training features, which the routers `"gaussian"`, `"lda"` and
+        `"ridge"` need. [`ContinualTrainer`] does.
 
-    @classmethod
-    def _get_adapter_state_dict(
-        cls,
-        model: nn.Module,
-        config: Any,
-        adapter_name: str,
-        state_dict: dict[str, Tensor],
-        unwanted_adapter_names: list[str],
-    ) -> dict[str, Tensor]:
-        # Not super()'s, which would take the tensors of other methods' adapters inside the backbone as well.
-        path, layer = find_layer(model)
-        path = path.removeprefix("_fsdp_wrapped_module.")  # which FSDP's state dict leaves out
-        expected = [f"{path}.{key}" for key in sorted(layer.tensors(adapter_name))]
-        lost = [key for key in expected if key not in state_dict]
-        if lost:
-            raise RuntimeError(
-                f"saving expert {adapter_name!r} would lose {lost}. Nothing was written. Give the experts other names."
-            )
-        return {key: state_dict[key] for key in expected}
-
-    @classmethod
-    def _remap_adapter_state_dict_for_load(
-        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        # The last point before the weights arrive at which PEFT lets a tuner see them.
-        remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
-            model, config, adapter_name, state_dict
-        )
-        path, layer = find_layer(model)
-        try:
-            expected = layer.tensors(adapter_name)
-            missing = {f"{path}.{key}" for key in expected} - set(remapped)
-            if missing:
-                raise ValueError(
-                    f"the file of expert {adapter_name!r} lacks {sorted(missing)}. It is not whole, or was made by "
-                    "another configuration: nothing of it was loaded."
-                )
-            check_backbone(model, config, adapter_name, state_dict)
-            check_same_reference(layer, adapter_name, state_dict)
-            tensors = {key: remapped[f"{path}.{key}"] for key in expected}
-            other = None if layer.is_untrained(adapter_name) else layer.twin(adapter_name, tensors)
-            if other is not None:
-                raise ValueError(
-                    f"these are the weights of expert {other!r}, and would replace what {adapter_name!r} has learnt. "
-                    "If this is load_best_model_at_end of transformers, it knows only an expert called 'default': the "
-                    f"checkpoint has a folder {adapter_name!r}, which model.load_adapter(folder, {adapter_name!r}) "
-                    f"loads. To make a copy of {other!r}, delete {adapter_name!r} first."
-                )
-        except ValueError:
-            if isinstance(model, PeftModel) and layer.is_untrained(adapter_name):  # made for what is refused
-                tuner: Any = model.base_model
-                tuner.take_back() if len(tuner.peft_config) == 1 else tuner.delete_adapter(adapter_name)
-            raise
-        return remapped
-
-    # ---- labels and loss -----------------------------------------------------------------------------------------
-
-    def _follow_outputs(self) -> None:
-        """Make the model's labels and loss those of what answers now."""
+        Args:
+            name (`str`): The expert.
+            features (`torch.Tensor` of shape `(images, d)`): [CLS] of its training images.
+            labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
+            rank, random_features: See [`~peft_luca.routing.statistics.ClassStatistics.collect`].
+        """
         layer = self.layer
-        if layer.disable_adapters or not layer.active_adapters:
-            self._base_outputs.apply(self.model)
-        else:
-            all_classes = layer.router is not None or layer.over_all_classes
-            names = self.classes if all_classes else self.experts[layer.active_adapters[0]]
-            Outputs.of_expert(names).apply(self.model)
+        device = layer.experts.device
+
+        def prepare(z: Tensor) -> Tensor:
+            return layer.unit_features(z.to(device), name).cpu()
+
+        classes = self.experts[name]
+        statistics = ClassStatistics.collect(features.cpu(), labels.cpu(), classes, rank, random_features, prepare)
+        layer.set_statistics(name, statistics)
+        return statistics
+
+    def set_rows_to_class_means(self, name: str, features: Tensor, labels: Tensor, adapted: bool = True) -> None:
+        """See [`LucaLayer.set_rows_to_class_means`]."""
+        self.layer.set_rows_to_class_means(name, features, labels, adapted)
+
+    def l1_penalty(self, name: str | None = None) -> Tensor:
+        """
+        Σ|θ| over an expert's LuCA parameters, a scalar with gradient, for a training loop (the paper's λ is 5e-4).
+
+        Args:
+            name (`str`, *optional*): The expert; the active one by default.
+        """
+        return self.layer.l1_penalty(name or self.active_adapters[0])
+
+
+def check_new_expert(model: nn.Module, config: LucaConfig, name: str, labels: Labels) -> Head:
+    """
+    Checks all that a new expert needs, and completes its config. Changes nothing of the model.
+
+    Raises:
+        ValueError: the name, the head or the config does not fit the model.
+    """
+    head = find_head(model, config)
+    check_expert_name(name, model, head.name)
+    if config.classes is None:
+        config.classes = labels.names(model.get_submodule(head.name))
+        config.filled.add("classes")
+    if config.target_modules is None:
+        config.filled.add("target_modules")
+    config.resolve()
+    config.widths(head.width)
+    return head
+
+
+def tuner_of(model: nn.Module) -> LucaModel:
+    """The LuCA tuner of a [`~peft.PeftModel`]."""
+    tuner = getattr(model, "base_model", None) if isinstance(model, PeftModel) else None
+    if not isinstance(tuner, LucaModel):
+        raise ValueError(f"needs a PeftModel with LuCA experts, got {type(model).__name__}.")
+    return tuner
 
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """PEFT asks transformers for an attribute by its old name, which is nothing a user can mend."""
+    """Hides PEFT's request for an attribute of transformers by its old name, which no user can change."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         yield

@@ -1,0 +1,58 @@
+"""`LabelSpace`: the class names of all experts in one global order, and where each expert's rows land in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+class LabelSpace:
+    """
+    The global label space of a set of experts. A class is known by its name: experts that share a name share the
+    class.
+
+    Args:
+        experts (`Mapping[str, Sequence[str]]`): Expert → names of its classes, in the order of its rows.
+        device (`torch.device`): Device of the index tensors.
+
+    Attributes:
+        classes (`tuple[str, ...]`): The C class names, in order of first appearance.
+        own (`dict[str, torch.Tensor]`): Expert → global ids of its classes, `(K,)`.
+        own_rows (`dict[str, torch.Tensor]`): Expert → positions of its rows among the rows of all experts, `(K,)`.
+        row_class (`torch.Tensor` of shape `(rows,)`): Global id of each row.
+    """
+
+    def __init__(self, experts: Mapping[str, Sequence[str]], device: torch.device | None = None) -> None:
+        ids: dict[str, int] = {}
+        for classes in experts.values():
+            for name in classes:
+                ids.setdefault(name, len(ids))
+        ends = list(accumulate(len(classes) for classes in experts.values()))
+        own = {expert: torch.tensor([ids[name] for name in classes]) for expert, classes in experts.items()}
+        row_class = torch.cat(list(own.values()))
+        self.device = device
+        self.classes = tuple(ids)
+        self.rows = len(row_class)
+        self.own = {expert: places.to(device) for expert, places in own.items()}
+        self.own_rows = {
+            expert: torch.arange(end - len(classes), end, device=device)
+            for (expert, classes), end in zip(experts.items(), ends, strict=True)
+        }
+        self.row_class = row_class.to(device)
+        # Where no class is shared, the rows only have to be put into the order of the classes.
+        self.permutation = row_class.argsort().to(device) if self.rows == len(ids) else None
+
+    def combine_rows(self, cosines: Tensor, expert: str) -> Tensor:
+        """
+        One expert's cosines with the rows of all experts, `(batch, rows)` → with all classes, `(batch, C)`: its own
+        row for a class that it has, otherwise the best over the experts that have the class.
+        """
+        if self.permutation is not None:
+            return cosines.index_select(1, self.permutation)
+        row_class = self.row_class.expand(cosines.shape[0], -1)
+        best = cosines.new_full((cosines.shape[0], len(self.classes)), -2.0)  # below every cosine
+        best = best.scatter_reduce(1, row_class, cosines, reduce="amax")
+        return best.index_copy(1, self.own[expert], cosines.index_select(1, self.own_rows[expert]))

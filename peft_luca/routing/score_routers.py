@@ -1,0 +1,224 @@
+"""Routers that run every expert and choose by the experts' scores: entropy (the paper's) and its relatives."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .router import Experts, Router, RouterOptions, RoutingOutput, option
+
+
+# A class that the oracle's expert does not have scores this much below the lowest of the classes that it has.
+OTHER_CLASSES_MARGIN = 10.0
+
+
+def entropy(scores: Tensor, temperature: float = 1.0) -> Tensor:
+    """
+    Entropy of each expert's softmax over all classes, in nats.
+
+    Args:
+        scores (`torch.Tensor` of shape `(batch, experts, C)`): Scores of all classes.
+        temperature (`float`, *optional*, defaults to `1.0`): Divides the scores.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, experts)`: between 0 and log C.
+    """
+    return torch.special.entr(torch.softmax(_float32(scores) / temperature, dim=-1)).sum(dim=-1)
+
+
+def energy(scores: Tensor, temperature: float = 1.0) -> Tensor:
+    """
+    Free energy -τ·log Σ exp(score/τ) of each expert, `(batch, experts, C)` → `(batch, experts)`. Unlike the entropy it
+    grows with the expert's scale σ (https://arxiv.org/abs/2010.03759).
+    """
+    return torch.logsumexp(_float32(scores) / temperature, dim=-1) * -temperature
+
+
+def _float32(scores: Tensor) -> Tensor:
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class ScoreOptions(RouterOptions):
+    """
+    Options of a score router.
+
+    Args:
+        unknown_below (`float`, *optional*, defaults to `0.0`): Answers of lower confidence are marked unknown.
+        temperature (`float`, *optional*, defaults to `1.0`): Divides the scores, 1e-6 to 1e6.
+        routing_scope (`str`, *optional*, defaults to `"sample"`):
+            `"batch"` lets one expert answer a whole batch, as the released evaluation does. The accuracy then depends
+            on the order of the images, and over a test set sorted by class it leaks the task: use it for comparison
+            with published figures only.
+    """
+
+    temperature: float = option(1.0, 1e-6, 1e6)
+    routing_scope: str = option("sample", choices=("sample", "batch"))
+
+
+class ScoreRouter(Router):
+    """The expert with the lowest cost answers: a number for each image and expert, computed from the scores."""
+
+    Options: ClassVar[type[RouterOptions]] = ScoreOptions
+
+    @abstractmethod
+    def cost(self, scores: Tensor) -> Tensor:
+        """Scores `(batch, experts, C)` → costs `(batch, experts)`."""
+
+    def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
+        scores = experts.scores(features)  # (batch, experts, C)
+        costs = self.cost(scores)
+        if self.options.routing_scope == "batch":
+            mean_scores = scores.mean(dim=0, keepdim=True)
+            chosen = choose(costs.mean(dim=0, keepdim=True), mean_scores, experts.by_name).expand(features.shape[0])
+        else:
+            chosen = choose(costs, scores, experts.by_name)
+        return self.answer(scores, chosen)
+
+    def answer(self, scores: Tensor, chosen: Tensor) -> RoutingOutput:
+        """Scores `(batch, experts, C)` and the chosen experts `(batch,)` → the answer."""
+        entropies = entropy(scores)
+        index = chosen[:, None, None].expand(-1, 1, scores.shape[2])
+        logits = scores.gather(1, index)[:, 0]  # (batch, C)
+        temperature = getattr(self.options, "temperature", 1.0)
+        confidence = torch.softmax(_float32(logits) / temperature, dim=-1).amax(dim=-1)
+        unknown = ~(confidence >= self.options.unknown_below)  # not `<`: a confidence that is NaN is unknown
+        return RoutingOutput(
+            logits, chosen, entropies.gather(1, chosen[:, None])[:, 0], entropies, confidence, unknown
+        )
+
+    def batch_limit(self, experts: Experts) -> int | None:
+        return None if self.options.routing_scope == "batch" else super().batch_limit(experts)
+
+
+class EntropyRouter(ScoreRouter):
+    """The expert with the lowest entropy answers: the paper's router, for each image by itself."""
+
+    name: ClassVar[str | None] = "entropy"
+
+    def cost(self, scores: Tensor) -> Tensor:
+        return entropy(scores, self.options.temperature)
+
+
+class EnergyRouter(ScoreRouter):
+    """The expert with the lowest free energy answers."""
+
+    name: ClassVar[str | None] = "energy"
+
+    def cost(self, scores: Tensor) -> Tensor:
+        return energy(scores, self.options.temperature)
+
+
+@dataclass(frozen=True)
+class FunctionOptions(RouterOptions):
+    """Options of [`FunctionRouter`] beside the arguments of the function."""
+
+    routing_scope: str = option("sample", choices=("sample", "batch"))
+
+
+class FunctionRouter(ScoreRouter):
+    """
+    A router made of a plain function. It cannot be saved: set it again after loading.
+
+    Args:
+        function (`Callable`): Scores `(batch, experts, C)` → costs `(batch, experts)`. The lowest cost answers.
+        options: Arguments of the function, and `unknown_below` and `routing_scope`.
+
+    Raises:
+        ValueError: the function does not take the options, or does not return costs.
+    """
+
+    Options = FunctionOptions
+
+    def __init__(self, function: Callable[..., Tensor], **options: Any) -> None:
+        own = {entry.name for entry in fields(FunctionOptions)}
+        super().__init__(**{name: value for name, value in options.items() if name in own})
+        self.function = function
+        self.arguments = {name: value for name, value in options.items() if name not in own}
+        try:
+            self.cost(torch.zeros(1, 2, 3))
+        except TypeError as error:
+            raise ValueError(f"the router {function!r} does not take these options: {error}") from error
+
+    def cost(self, scores: Tensor) -> Tensor:
+        costs = self.function(scores, **self.arguments)
+        if not isinstance(costs, Tensor) or costs.shape != scores.shape[:2] or costs.dtype == torch.bool:
+            found = f"{tuple(costs.shape)} of {costs.dtype}" if isinstance(costs, Tensor) else repr(costs)[:100]
+            raise ValueError(
+                "a router function must return one number for each image and expert, a tensor of shape "
+                f"{tuple(scores.shape[:2])}, got {found}."
+            )
+        return costs
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+
+class OracleRouter(ScoreRouter):
+    """
+    The expert that the caller names answers each image, over its own classes alone: the accuracy with the task known.
+
+    Args:
+        expert (`torch.Tensor` of shape `(batch,)`, *optional*): Positions of the experts in the model's order.
+    """
+
+    name: ClassVar[str | None] = "oracle"
+    Options = RouterOptions
+
+    def __init__(self, expert: Tensor | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.expert = expert
+
+    def cost(self, scores: Tensor) -> Tensor:
+        return torch.zeros_like(scores[..., 0])
+
+    def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
+        expert, count = self.expert, len(experts.names)
+        if expert is None:
+            raise ValueError(
+                "the oracle router must be told which expert answers each image: route(pixel_values, expert=...) with "
+                "positions in the experts' order, (batch,)."
+            )
+        whole = not (expert.is_floating_point() or expert.dtype == torch.bool)
+        if not whole or expert.shape != features.shape[:1] or bool(((expert < 0) | (expert >= count)).any()):
+            raise ValueError(
+                f"expert must be a tensor of {len(features)} whole numbers, the position of each image's expert from "
+                f"0 to {count - 1}, got {expert!r}."
+            )
+        scores, space = experts.scores(features), experts.label_space
+        own = torch.zeros(count, len(space.classes), dtype=torch.bool, device=scores.device)
+        for row, name in zip(own, experts.names, strict=True):
+            row[space.own[name]] = True
+        lowest = scores.masked_fill(~own, torch.inf).amin(dim=-1, keepdim=True)  # (batch, experts, 1)
+        scores_of_own = torch.where(own, scores, lowest - OTHER_CLASSES_MARGIN)
+        answer = self.answer(scores, expert.to(scores.device))
+        masked = self.answer(scores_of_own, answer.expert)
+        return answer._replace(logits=masked.logits, confidence=masked.confidence, unknown=masked.unknown)
+
+    def batch_limit(self, experts: Experts) -> int | None:
+        return None
+
+
+def choose(costs: Tensor, scores: Tensor, by_name: Tensor) -> Tensor:
+    """
+    The expert with the lowest cost, for each image. Of experts with the same cost, the one whose two best classes are
+    further apart; of those, the first by name. The order in which experts were loaded never decides.
+
+    Args:
+        costs (`torch.Tensor` of shape `(batch, experts)`): Costs.
+        scores (`torch.Tensor` of shape `(batch, experts, C)`): Scores of all classes.
+        by_name (`torch.Tensor` of shape `(experts,)`): Positions of the experts in the order of their names.
+    """
+    ordered = costs.index_select(1, by_name)
+    tied = ordered == ordered.amin(dim=1, keepdim=True)
+    # The margins of all experts cost about as much as their entropies. A compiled graph cannot look at the values.
+    if not torch.compiler.is_compiling() and not bool((tied.sum(dim=1) > 1).any()):
+        return by_name[ordered.argmin(dim=1)]
+    best = scores.index_select(1, by_name).topk(min(2, scores.shape[2]), dim=2).values
+    margins = best[..., 0] - best[..., 1] if scores.shape[2] > 1 else best[..., 0]
+    return by_name[margins.masked_fill(~tied, -torch.inf).argmax(dim=1)]

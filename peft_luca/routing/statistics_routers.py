@@ -1,0 +1,177 @@
+"""Routers that are closed-form classifiers of the frozen features: they predict the class themselves, and name the
+expert that has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .discriminants import (
+    Discriminant,
+    LinearDiscriminant,
+    RegularizedDiscriminant,
+    RidgeClassifier,
+    make_discriminant,
+)
+from .router import MEMORY_BUDGET, Experts, Router, RouterOptions, RoutingOutput, option
+from .statistics import pool
+
+
+class StatisticsRouter(Router):
+    """The pooled statistics of all experts make one classifier, which answers."""
+
+    needs_statistics = True
+    discriminant: ClassVar[type[Discriminant]]
+
+    def prepare(self, experts: Experts) -> StatisticsClassifier:
+        """
+        Makes the classifier.
+
+        Raises:
+            ValueError: an expert has no statistics, or the experts standardize [CLS] differently.
+            InvalidExpertError: no classifier can be made of the statistics.
+        """
+        missing = [name for name in experts.names if name not in experts.statistics]
+        if missing:
+            raise ValueError(
+                f"the router {self.name!r} needs the statistics of every expert, but "
+                f"{', '.join(map(repr, missing[:5]))}{' and others have' if len(missing) > 5 else ' has'} none. Load "
+                "them from the owner (save_expert(..., statistics=True) writes them), compute them from images with "
+                "collect_statistics, or use set_router('entropy')."
+            )
+        first = min(experts.names)
+        for name in experts.names:
+            if not _same_reference(experts.reference(first), experts.reference(name)):
+                raise ValueError(
+                    f"experts {first!r} and {name!r} standardize [CLS] by different references, so their statistics "
+                    "cannot be pooled. Train both with the same LucaConfig(reference=...), or use "
+                    "set_router('entropy')."
+                )
+        options = {name: value for name, value in vars(self.options).items() if name != "unknown_below"}
+        return StatisticsClassifier(experts, self.discriminant, **options)
+
+    def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
+        classifier: StatisticsClassifier = experts.prepared(self)
+        posterior, expert, confidence = classifier(experts.unit_features(features))
+        entropy = torch.special.entr(posterior.exp()).sum(dim=-1)
+        unknown = ~(confidence >= self.options.unknown_below)  # not `<`: a confidence that is NaN is unknown
+        return RoutingOutput(posterior, expert, entropy, None, confidence, unknown)
+
+    def batch_limit(self, experts: Experts) -> int | None:
+        return max(1, MEMORY_BUDGET // (experts.label_space.rows + len(experts.names)))
+
+
+@dataclass(frozen=True)
+class LinearOptions(RouterOptions):
+    """Options of [`LdaRouter`]; see [`LinearDiscriminant`]."""
+
+    shrinkage: float | None = option(None, 0, 1)
+    temperature: float | None = option(None, 1e-6, 1e6)
+
+
+class LdaRouter(StatisticsRouter):
+    """Linear discriminant analysis: class means and one pooled covariance."""
+
+    name: ClassVar[str | None] = "lda"
+    Options = LinearOptions
+    discriminant = LinearDiscriminant
+
+
+@dataclass(frozen=True)
+class GaussianOptions(RouterOptions):
+    """Options of [`GaussianRouter`]; see [`RegularizedDiscriminant`]."""
+
+    shrinkage: float | None = option(None, 0, 1)
+    sphere: float | None = option(None, 0, 1)
+    volume: float = option(0.0, 0, 1e3)
+    temperature: float | None = option(None, 1e-6, 1e6)
+
+
+class GaussianRouter(StatisticsRouter):
+    """Regularized discriminant analysis: a covariance for each class, shrunk toward the pooled one."""
+
+    name: ClassVar[str | None] = "gaussian"
+    Options = GaussianOptions
+    discriminant = RegularizedDiscriminant
+
+
+@dataclass(frozen=True)
+class RidgeOptions(RouterOptions):
+    """Options of [`RidgeRouter`]; see [`RidgeClassifier`]."""
+
+    strength: float | None = option(None, 1e-12, 1e12)
+    temperature: float | None = option(None, 1e-6, 1e6)
+
+
+class RidgeRouter(StatisticsRouter):
+    """Ridge regression on random ReLU features (RanPAC, https://arxiv.org/abs/2307.02251)."""
+
+    name: ClassVar[str | None] = "ridge"
+    Options = RidgeOptions
+    discriminant = RidgeClassifier
+
+
+class StatisticsClassifier:
+    """
+    A discriminant for a set of experts.
+
+    An expert and one of its classes make a part. Where experts share a class, the posterior is that of all its images,
+    and each expert's share of it follows from the distance to the expert's own mean under the pooled covariance.
+
+    Args:
+        experts ([`Experts`]): The experts, all with statistics.
+        discriminant (`type`): A [`Discriminant`].
+        options: Its arguments.
+    """
+
+    def __init__(self, experts: Experts, discriminant: type[Discriminant], **options: Any) -> None:
+        # Classes and experts are taken in the order of their names, so that no order of loading changes a bit.
+        space, names, device = experts.label_space, sorted(experts.names), experts.by_name.device
+        pooled = pool({name: experts.statistics[name] for name in names})
+        self.discriminant = make_discriminant(discriminant, pooled, **options)
+        self.discriminant.move(device)
+        where = {name: i for i, name in enumerate(pooled.classes)}
+        self.columns = torch.tensor([where[name] for name in space.classes], device=device)
+        self.part_class = torch.cat([space.own[name] for name in names])  # (parts,), global ids
+        sizes = torch.tensor([len(space.own[name]) for name in names], device=device)
+        self.part_expert = experts.by_name.repeat_interleave(sizes)  # (parts,), positions in the experts' order
+        self.nearness: Discriminant | None = None
+        if len(self.part_class) > len(space.classes):
+            means = torch.cat([experts.statistics[name].means for name in names])
+            self.nearness = make_discriminant(LinearDiscriminant, pooled, means=means)
+            self.nearness.move(device)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """
+        Unit features `(batch, d)` → log-posterior of the classes `(batch, C)`, the expert that has the predicted class
+        `(batch,)`, and the confidence `(batch,)`: the probability of that class, with "none of the classes" as one
+        more possibility.
+        """
+        posterior = self.discriminant.log_posterior(x).index_select(1, self.columns)
+        joint = posterior.index_select(1, self.part_class)  # (batch, parts)
+        if self.nearness is not None:
+            shares = self.nearness.scores(x) / self.nearness.temperature
+            joint = joint + shares - self._log_sum_by_class(shares).index_select(1, self.part_class)
+        best = posterior.argmax(dim=1, keepdim=True)
+        part = torch.where(self.part_class == best, joint, -torch.inf).argmax(dim=1)
+        confidence = (posterior.amax(dim=1) + self.discriminant.log_known(x)).exp()
+        return posterior, self.part_expert[part], confidence
+
+    def _log_sum_by_class(self, values: Tensor) -> Tensor:
+        """Log-sum-exp over the parts of each class, (batch, parts) → (batch, C)."""
+        highest = values.new_full((values.shape[0], len(self.columns)), -torch.inf)
+        where = self.part_class.expand(values.shape[0], -1)
+        highest = highest.scatter_reduce(1, where, values, reduce="amax")
+        total = torch.zeros_like(highest).scatter_add(1, where, (values - highest.gather(1, where)).exp())
+        return highest + total.log()
+
+
+def _same_reference(one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    (mean, std), (other_mean, other_std) = one, other
+    # Another machine, or a copy of the trunk in half precision, measures almost the same.
+    return bool(((other_mean - mean).abs() / std).max() < 0.05) and torch.allclose(other_std, std, rtol=0.05)
