@@ -41,7 +41,7 @@ from ..data.feature_cache import (
 from ..data.sources import DatasetLike
 from ..data.task_stream import Task, TaskStream
 from ..hub.model_card import make_card
-from ..hub.saving import CARD_NAME, RESULTS_NAME, load_experts, push_experts, save_experts, tuner_of
+from ..hub.saving import CARD_NAME, RESULTS_NAME, load_experts, push_experts, save_experts
 from ..hub.validation import MANIFEST_NAME, MAX_NUMBER
 from ..preprocessing import ImageCollator, channels_of, check_processor, image_size, undecoded
 from ..routing import make_router
