@@ -1,0 +1,142 @@
+"""Pushing to the Hub and model cards, with the arguments of `Trainer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+from transformers import Trainer
+
+from ..hub.model_card import make_card
+from ..hub.saving import CARD_NAME
+from ..tuner.model import tuner_of
+from ..utils import explain_write_errors
+
+
+TASK = "image-classification"
+
+
+class PublishingTrainer(Trainer):
+    """
+    A `Trainer` whose `push_to_hub` and `create_model_card` publish experts: no pickled files, and the experts' card.
+    A subclass says in `_published` which experts, and in `_push` how.
+    """
+
+    model: Any
+    args: Any
+
+    def _published(self) -> tuple[list[str], dict[str, Any] | None]:
+        """Names of the experts that are published, and the results of their run."""
+        raise NotImplementedError
+
+    def _push(self, repo_id: str, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Pushes the trained experts, with their card, to `args.hub_model_id` (by default a repository named as the output
+        folder); see [`push_expert`] and [`push_experts`].
+
+        Args:
+            commit_message (`str`, *optional*, defaults to `"End of training"`): Message of the commit.
+            blocking (`bool`, *optional*, defaults to `True`): Wait for the upload.
+            token (`str`, *optional*): Hub token; `args.hub_token` by default.
+            revision (`str`, *optional*): Branch; `args.hub_revision` by default.
+            private (`bool`, *optional*): Visibility of a new repository; `args.hub_private_repo` by default.
+            kwargs: Arguments of `create_model_card`.
+
+        Returns:
+            [`~huggingface_hub.CommitInfo`], or a future of it. `None` on all processes but the first.
+        """
+        tuner_of(self.model)  # raises before anything is sent if there is no expert
+        card = card_arguments(**kwargs)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        if not self.is_world_process_zero():
+            return None
+        return self._push(
+            str(self.hub_model_id),
+            private=self.args.hub_private_repo if private is None else private,
+            revision=revision or self.args.hub_revision,
+            token=token or self.args.hub_token,
+            commit_message=commit_message,
+            blocking=blocking,
+            **{name: value for name, value in card.items() if value is not None},
+        )
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """
+        Writes the card of the experts into the output folder. `push_to_hub` makes its own.
+
+        Args:
+            language, license, tags, model_name (`str`, *optional*): Metadata of the card. `tags` may be a list.
+            finetuned_from (`str`, *optional*): Hub id of the backbone; also `base_model`.
+            tasks (`str` or `list[str]`, *optional*): `"image-classification"`, the only task.
+            dataset_tags, dataset (`str` or `list[str]`, *optional*):
+                Hub ids of the training data; also `datasets`. The tags are taken where both are given.
+            dataset_args (`str` or `list[str]`, *optional*): As in `Trainer`; the card has no place for them.
+        """
+        card = card_arguments(*args, **kwargs)
+        if not self.is_world_process_zero():
+            return
+        experts, results = self._published()
+        text = make_card(
+            tuner_of(self.model),
+            experts,
+            self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name,
+            single=results is None,
+            base_model=card["base_model"],
+            license=card["license"],
+            datasets=card["datasets"],
+            results=results,
+        )
+        path = Path(self.args.output_dir) / CARD_NAME
+        with explain_write_errors(path):
+            path.write_text(_with_metadata(text, card), encoding="utf-8")
+
+
+def card_arguments(
+    language: str | None = None,
+    license: str | None = None,
+    tags: str | list[str] | None = None,
+    model_name: str | None = None,
+    finetuned_from: str | None = None,
+    tasks: str | list[str] | None = None,
+    dataset_tags: str | list[str] | None = None,
+    dataset: str | list[str] | None = None,
+    dataset_args: str | list[str] | None = None,
+    base_model: str | None = None,
+    datasets: str | list[str] | None = None,
+) -> dict[str, Any]:
+    """The arguments of [`~transformers.Trainer.create_model_card`], by the names that [`push_experts`] gives them."""
+    wrong = [task for task in ([tasks] if isinstance(tasks, str) else tasks or ()) if task != TASK]
+    if wrong:
+        raise ValueError(f"tasks must be {TASK!r}, which is what LuCA experts do, got {wrong[0]!r}.")
+    return {
+        "language": language,
+        "license": license,
+        "tags": [tags] if isinstance(tags, str) else tags,
+        "model_name": model_name,
+        "base_model": base_model or finetuned_from,
+        "datasets": datasets or dataset_tags or dataset,
+    }
+
+
+def _with_metadata(text: str, card: dict[str, Any]) -> str:
+    if not (card["language"] or card["tags"] or card["model_name"]):
+        return text
+    parsed = ModelCard(text)
+    parsed.data.language = card["language"] or parsed.data.language
+    parsed.data.model_name = card["model_name"] or parsed.data.model_name
+    parsed.data.tags = list(dict.fromkeys([*(parsed.data.tags or ()), *(card["tags"] or ())]))
+    return str(parsed)
