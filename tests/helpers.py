@@ -1,5 +1,5 @@
-"""What the tests share: two tiny frozen transformers, an image processor, and drawn images of classes that can be
-learnt. Everything is made here; nothing comes from the network."""
+"""What the tests share: tiny frozen transformers, experts with random weights, drawn images of classes that can be
+learned, and the method's mathematics a second time, in float64. Everything is made here; nothing needs a network."""
 
 import json
 import math
@@ -12,7 +12,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from PIL import Image as PilImage
 from transformers import (
     Dinov2Config,
@@ -33,7 +33,6 @@ SMALL = {
     "hidden_size": D,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "intermediate_size": 48,
     "image_size": SIDE,
     "patch_size": 8,
     "hidden_dropout_prob": 0.1,  # must not move [CLS]: the trunk stays in eval mode
@@ -47,31 +46,30 @@ COLORS = {
     "white": (240, 240, 240),
 }
 NAMES = tuple(COLORS)
+ANIMALS, SKIES, TREES = ["cat", "dog", "owl"], ["sun", "moon"], ["oak", "fir", "elm"]
+
+
+# --- models of two layers on images of 16 × 16, whose [CLS] is 32 wide ---
 
 
 def make_vit(seed=0, num_labels=5, **changes):
-    """A tiny random ViT with the head of `num_labels` classes."""
-    torch.manual_seed(seed)
-    config = ViTConfig(**{**SMALL, **changes}, id2label={i: f"base {i}" for i in range(num_labels)})
-    model = ViTForImageClassification(config).eval()
-    with torch.no_grad():  # a trunk of transformers' own initialisation hardly looks at its image
-        for name, parameter in model.named_parameters():
-            if name.startswith("vit.") and parameter.ndim > 1:
-                parameter.mul_(4.0)
-    return model
+    """A small random ViT with a head of `num_labels` classes."""
+    return _make(ViTConfig, ViTForImageClassification, seed, num_labels, {"intermediate_size": 48, **changes})
 
 
 def make_dinov2(seed=0, num_labels=5, **changes):
-    """A tiny random DINOv2, whose head takes [CLS] and the patches' mean side by side."""
+    """A small random DINOv2, whose head reads [CLS] and the patches' mean side by side."""
+    return _make(Dinov2Config, Dinov2ForImageClassification, seed, num_labels, changes)
+
+
+def _make(config, model, seed, num_labels, changes):
     torch.manual_seed(seed)
-    settings = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
-    config = Dinov2Config(**{**settings, **changes}, id2label={i: f"base {i}" for i in range(num_labels)})
-    model = Dinov2ForImageClassification(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.startswith("dinov2.") and parameter.ndim > 1:
+    made = model(config(**{**SMALL, **changes}, id2label={i: f"base {i}" for i in range(num_labels)})).eval()
+    with torch.no_grad():  # transformers initializes a trunk so that its [CLS] hardly depends on the image
+        for parameter in made.base_model.parameters():
+            if parameter.ndim > 1:
                 parameter.mul_(4.0)
-    return model
+    return made
 
 
 def pixels(count=6, seed=0):
@@ -157,6 +155,55 @@ def make_model(experts, base=None, seed=0, **config):
     return fill(model, seed).eval()
 
 
+# --- still smaller models of one layer, on images of 8 × 8, whose [CLS] is 16 wide ---
+
+
+def tiny_vit(num_labels=2, seed=0, **changes):
+    torch.manual_seed(seed)
+    settings = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = ViTConfig(**settings, image_size=8, patch_size=4, num_labels=num_labels, **changes)
+    return ViTForImageClassification(config).eval()
+
+
+def expert_config(classes=ANIMALS, **changes):
+    return LucaConfig(classes=classes, reduction=4, **changes)
+
+
+def with_experts(model=None, /, **experts):
+    """A model with experts as initialized, {name: classes}; the first one is active."""
+    model = tiny_vit() if model is None else model
+    for name, classes in experts.items():
+        if isinstance(model, PeftModel):
+            model.add_adapter(name, expert_config(classes))
+        else:
+            model = get_peft_model(model, expert_config(classes), adapter_name=name)
+    return model.eval()
+
+
+def pictures(count=4, size=8, channels=3, seed=1):
+    return torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model, images=None, **arguments):
+    output = model(pictures() if images is None else images, **arguments)
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def trainable(model):
+    """Names of the experts that have a trainable parameter."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name.split("luca_")[1].split(".")[1] for name in names}
+
+
+# --- what a model holds ---
+
+
+def weights(module):
+    """Every tensor, copied."""
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
 def expert_tensors(model, name):
     """Every tensor of one expert, copied."""
     return {
@@ -207,7 +254,7 @@ def files_in(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-# ---- the mathematics, written down a second time, in float64 -----------------------------------------------------
+# --- the mathematics a second time, in float64 ---
 
 
 def exact_luca(model, name, z):
@@ -238,61 +285,47 @@ def exact_luca(model, name, z):
         hidden = (x @ tensors["calibrator_down.weight"].T).clamp(min=0)
         return 1 / (1 + torch.exp(-(hidden @ tensors["calibrator_up.weight"].T)))
 
-    if config.arrangement == "adapter":
-        return adapter(z)
-    if config.arrangement == "calibrator":
-        return z * gate(z)
-    if config.arrangement == "adapter_calibrator":
-        return adapter(z) * gate(adapter(z))
-    if config.arrangement == "calibrator_adapter":
-        return adapter(z * gate(z))
-    return z * gate(z) + norm(mlp(z))
+    return {
+        "adapter": lambda: adapter(z),
+        "calibrator": lambda: z * gate(z),
+        "adapter_calibrator": lambda: adapter(z) * gate(adapter(z)),
+        "calibrator_adapter": lambda: adapter(z * gate(z)),
+        "parallel": lambda: z * gate(z) + norm(mlp(z)),
+    }[config.arrangement]()
 
 
 def exact_rows(model, name):
-    """An expert's class rows by class name, each of length 1 where the head is cosine."""
-    config = model.peft_config[name]
+    """An expert's class rows by class name, each of length 1."""
     rows = model.base_model.layer.luca_class_rows[name].detach().double()
-    if config.head == "cosine":
-        rows = rows / rows.pow(2).sum(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
-    return dict(zip(config.classes, rows, strict=True))
+    rows = rows / rows.pow(2).sum(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
+    return dict(zip(model.peft_config[name].classes, rows, strict=True))
+
+
+def exact_scores(model, z):
+    """DESIGN.md's scores of all classes under every expert, (batch, experts, C)."""
+    rows = {name: exact_rows(model, name) for name in model.peft_config}
+    classes = list(dict.fromkeys(label for own in rows.values() for label in own))
+    scores = torch.empty(len(z), len(rows), len(classes), dtype=torch.float64)
+    for t, (name, own) in enumerate(rows.items()):
+        features = exact_luca(model, name, z)
+        features = features / features.pow(2).sum(dim=1, keepdim=True).sqrt()
+        sigma = model.base_model.layer.luca_scale[name].detach().double()
+        sigma = sigma.abs() if model.peft_config[name].positive_scale else sigma
+        for c, label in enumerate(classes):
+            candidates = [own] if label in own else [other for other in rows.values() if label in other]
+            scores[:, t, c] = sigma * torch.stack([features @ of[label] for of in candidates]).amax(dim=0)
+    return scores
 
 
 def exact_own_scores(model, name, z):
     """An expert's scores of its own classes, (batch, K)."""
-    layer, config = model.base_model.layer, model.peft_config[name]
-    features, rows = exact_luca(model, name, z), torch.stack(list(exact_rows(model, name).values()))
-    if config.head == "linear":
-        return features @ rows.T + layer.luca_class_bias[name].detach().double()
-    sigma = layer.luca_scale[name].detach().double()
-    features = features / features.pow(2).sum(dim=1, keepdim=True).sqrt()
-    return (sigma.abs() if config.positive_scale else sigma) * (features @ rows.T)
-
-
-def exact_scores(model, z):
-    """DESIGN.md's scores of all classes under every expert, (batch, experts, C); NaN where there are none."""
-    experts = model.peft_config
-    classes = list(dict.fromkeys(name for config in experts.values() for name in config.classes))
-    scores = torch.full((len(z), len(experts), len(classes)), float("nan"), dtype=torch.float64)
-    rows = {name: exact_rows(model, name) for name, config in experts.items() if config.head == "cosine"}
-    for t, (name, config) in enumerate(experts.items()):
-        own = exact_own_scores(model, name, z)
-        for c, class_name in enumerate(classes):
-            if class_name in config.classes:
-                scores[:, t, c] = own[:, config.classes.index(class_name)]
-            elif config.head == "cosine":
-                features = exact_luca(model, name, z)
-                features = features / features.pow(2).sum(dim=1, keepdim=True).sqrt()
-                cosines = [features @ of[class_name] for of in rows.values() if class_name in of]
-                if cosines:
-                    sigma = model.base_model.layer.luca_scale[name].detach().double()
-                    sigma = sigma.abs() if config.positive_scale else sigma
-                    scores[:, t, c] = sigma * torch.stack(cosines).amax(dim=0)
-    return scores
+    classes = list(dict.fromkeys(label for config in model.peft_config.values() for label in config.classes))
+    scores = exact_scores(model, z)[:, list(model.peft_config).index(name)]
+    return scores[:, [classes.index(label) for label in model.peft_config[name].classes]]
 
 
 def exact_entropies(scores):
-    """Entropy in nats of every expert's softmax over the classes it can score, (batch, experts)."""
-    exponentials = (scores - scores.nan_to_num(-math.inf).amax(dim=2, keepdim=True)).exp().nan_to_num(0.0)
+    """Entropy in nats of every expert's softmax over all classes, (batch, experts)."""
+    exponentials = (scores - scores.amax(dim=2, keepdim=True)).exp()
     p = exponentials / exponentials.sum(dim=2, keepdim=True)
     return -(p * p.clamp(min=1e-300).log()).sum(dim=2)

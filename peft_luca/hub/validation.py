@@ -1,4 +1,4 @@
-"""Files that strangers wrote: configs, weights and manifests of experts, checked before anything is made of them."""
+"""Reads configs, weights, statistics and manifests that strangers wrote. Everything is checked before it is used."""
 
 from __future__ import annotations
 
@@ -7,79 +7,62 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..routing.router import Router, make_router
+from ..routing.statistics import ClassStatistics
 from ..tuner.config import LucaConfig
-from ..utils import NAME_RULE, InvalidExpertError, show
+from ..utils import NAME_RULE, InvalidExpertError, check_classes, show
 
 
 MANIFEST_NAME = "experts.json"
 MANIFEST_FORMAT = 1
+STATISTICS_NAME = "statistics.safetensors"
+STATISTICS_FORMAT = 1
 
 MAX_JSON_BYTES = 2**25
-MAX_HEADER_BYTES = 2**20
 MAX_EXPERT_BYTES = 2**30  # an expert of ViT-g over ten thousand classes has 70 MB
-# Beyond these an expert's scores could overflow: NaN, which a router takes for certainty. Trained ones are far within.
+# Beyond these an expert's scores could overflow to NaN, which a router takes for certainty. Trained ones are far within.
 MAX_NUMBER = 1e4
 MIN_DEVIATION = 1e-6
+MAX_IMAGES = 1e12  # of a class
+TOLERANCE = 1e-3  # of statistics, which were rounded to float32
 FLOATS = ("F64", "F32", "F16", "BF16")
-Wanted = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name → types that it may have, shape
 
-_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_KINDS: dict[str, tuple[type, ...]] = {
-    "classes": (list,),
-    "reduction": (int,),
-    "adapter_width": (int, type(None)),
-    "calibrator_width": (int, type(None)),
-    "scale": (int, float, type(None)),
-    "positive_scale": (bool, type(None)),
-    "reference": (bool, type(None)),
-    "inference_mode": (bool,),
-    "auto_mapping": (dict, type(None)),
-    "target_modules": (list, str, type(None)),
-}
+Specs = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # tensor name -> allowed dtypes, shape
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """
-    A JSON object from a stranger's file.
-
-    Raises:
-        InvalidExpertError: it is too large, or not a JSON object.
-    """
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise InvalidExpertError(f"{path} cannot be read: {error}.") from error
-    if len(content) > MAX_JSON_BYTES:
-        raise InvalidExpertError(f"{path} is not {what}: it has more than {MAX_JSON_BYTES} bytes.")
-    return parse_object(content, f"{path} is not {what}")
+# ---- configs and manifests -----------------------------------------------------------------------------------------
 
 
 def read_config(folder: Path) -> LucaConfig:
     """
-    The config of the expert in a folder.
+    Reads the config of the expert in a folder.
 
     Raises:
-        InvalidExpertError: it has unknown keys, or values that no expert has.
+        InvalidExpertError: it has unknown keys, or values that an expert cannot have.
     """
     path = folder / CONFIG_NAME
-    values = read_json(path, "the config of an expert")
+    values = _read_json(path)
     if values.get("peft_type") != "LUCA":
         raise InvalidExpertError(
             f"{path} holds an adapter of type {show(values.get('peft_type'))}, not a LuCA expert."
         )
-    # What a stranger must not decide: allow_mismatch switches the guard of the backbone off.
-    values.pop("head", None)
+    head = values.pop("head", "cosine")  # written by peft_luca 0.1
+    if head != "cosine":
+        raise InvalidExpertError(
+            f"{path}: the expert has a {show(head)} head, and this version of peft_luca has cosine heads only. Train "
+            "the expert again, or load it with peft_luca 0.1."
+        )
+    # A stranger must not set allow_mismatch, which switches the check of the backbone off.
     known = {field.name for field in fields(LucaConfig)} - {"allow_mismatch"}
     unknown = sorted(set(values) - known)
     if unknown:
@@ -87,48 +70,102 @@ def read_config(folder: Path) -> LucaConfig:
             f"{path} has the keys {show(unknown)}, which this version of peft_luca and PEFT does not know. If the "
             "file is sound, update both."
         )
-    if "classes" not in values:
+    if values.get("classes") is None:
         raise InvalidExpertError(f"{path} names no classes.")
-    for key, value in values.items():
-        kinds = _KINDS.get(key, (str, type(None)))
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise InvalidExpertError(
-                f"{path}: {key} must be of type {' or '.join(kind.__name__ for kind in kinds)}, got {show(value)}."
-            )
-    if not all(isinstance(name, str) for name in values.get("target_modules") or ()):
-        raise InvalidExpertError(f"{path}: target_modules must be names, got {show(values['target_modules'])}.")
-    if values.get("fingerprint") is not None and not re.fullmatch("[0-9a-f]{64}", values["fingerprint"]):
+    for key in ("base_model_name_or_path", "revision", "fingerprint"):
+        if not isinstance(values.get(key), (str, type(None))):
+            raise InvalidExpertError(f"{path}: {key} must be a string or null, got {show(values[key])}.")
+    if not re.fullmatch("[0-9a-f]{64}", values.get("fingerprint") or "0" * 64):
         raise InvalidExpertError(f"{path}: fingerprint must be a SHA-256 digest, got {show(values['fingerprint'])}.")
     try:
-        config = LucaConfig(**{key: value for key, value in values.items() if key != "peft_type"})
+        return LucaConfig(**{key: value for key, value in values.items() if key != "peft_type"})
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidExpertError(f"{path}: {error}") from error
-    return config
+
+
+class Manifest(NamedTuple):
+    """What a collection's `experts.json` says: names of its experts in their order, and the entry of its router."""
+
+    path: Path
+    names: list[str]
+    router: Any
+
+    def make_router(self) -> Router | None:
+        """
+        Makes the collection's router, or returns `None` where it has none.
+
+        Raises:
+            InvalidExpertError: there is no such router, or it does not take these options.
+        """
+        if self.router is None:
+            return None
+        try:
+            return make_router(self.router["name"], **self.router["options"])
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise self.refuse_router(str(error)) from error
+
+    def refuse_router(self, reason: str) -> InvalidExpertError:
+        """Makes the error that says why the router cannot be had, and how to load the experts without it."""
+        return InvalidExpertError(
+            f"{self.path} asks for the router {show(self.router)}: {reason} To load its experts without the router, "
+            f"load them one by one: load_expert(model, source, {self.names[0]!r})."
+        )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """
+    Reads the manifest of the collection in a folder.
+
+    Raises:
+        InvalidExpertError: it is not a manifest, or it names experts as no folder can be named.
+    """
+    path = folder / MANIFEST_NAME
+    manifest = _read_json(path)
+    if manifest.get("format") != MANIFEST_FORMAT:
+        raise InvalidExpertError(
+            f"{path} has the format {show(manifest.get('format'))}, and this version of peft_luca reads "
+            f"{MANIFEST_FORMAT}."
+        )
+    experts = manifest.get("experts")
+    if not isinstance(experts, list) or not experts or not all(isinstance(entry, dict) for entry in experts):
+        raise InvalidExpertError(f"{path} needs 'experts', a list of at least one expert, got {show(experts)}.")
+    names = [entry.get("name") for entry in experts]
+    for name in names:
+        if not isinstance(name, str) or not NAME_RULE.fullmatch(name):
+            raise InvalidExpertError(
+                f"{path} names an expert {show(name)}: names are made of letters, digits, '_' and '-'."
+            )
+    return Manifest(path, names, manifest.get("router"))
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
 
 
 def expert_shapes(config: LucaConfig, width: int) -> dict[str, tuple[int, ...]]:
-    """Names, as the expert's file has them behind the head's, and shapes of its tensors on a [CLS] of that width."""
+    """
+    Shapes of an expert's tensors, by their names in its file after the name of the head.
+
+    Args:
+        config ([`LucaConfig`]): The expert's config.
+        width (`int`): d, the width of [CLS].
+    """
     adapter, calibrator = config.widths(width)
-    classes = len(config.classes or ())
     shapes: dict[str, tuple[int, ...]] = {}
     if config.arrangement != "calibrator":
         shapes |= {"luca_adapter_down.weight": (adapter, width), "luca_adapter_down.bias": (adapter,)}
         shapes |= {"luca_adapter_up.weight": (width, adapter), "luca_adapter_up.bias": (width,)}
         shapes |= {"luca_adapter_norm.weight": (width,), "luca_adapter_norm.bias": (width,)}
     if config.arrangement != "adapter":
-        shapes |= {
-            "luca_calibrator_down.weight": (calibrator, width),
-            "luca_calibrator_up.weight": (width, calibrator),
-        }
-    shapes |= {"luca_class_rows": (classes, width)}
-    shapes |= {"luca_scale": ()}
+        shapes |= {"luca_calibrator_down.weight": (calibrator, width)}
+        shapes |= {"luca_calibrator_up.weight": (width, calibrator)}
+    shapes |= {"luca_class_rows": (len(config.classes or ()), width), "luca_scale": ()}
     return {**shapes, "luca_reference_mean": (width,), "luca_reference_std": (width,)}
 
 
 def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dict[str, Tensor]:
     """
-    The tensors of the expert in a folder, by their names behind the head's. The file's size and header are compared
-    with what the config and the backbone say before any of it is read.
+    Reads the tensors of the expert in a folder, by their names after the name of the head. Names, shapes and types are
+    compared with the config and the backbone before any tensor is read.
 
     Args:
         folder (`Path`): The expert.
@@ -137,193 +174,210 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
         width (`int`): d, the width of [CLS].
 
     Raises:
-        InvalidExpertError: sizes, names, shapes or types are not those of such an expert, a number is not finite or
-            very large, or the file is not the one that the Hub named.
+        InvalidExpertError:
+            names, shapes or types are not those of such an expert, a number is not finite or very large, or the file
+            is not the one that the Hub named.
     """
-    path = folder / SAFETENSORS_WEIGHTS_NAME
+    path, prefix = folder / SAFETENSORS_WEIGHTS_NAME, f"base_model.model.{head}."
     try:
-        shapes = {f"base_model.model.{head}.{name}": shape for name, shape in expert_shapes(config, width).items()}
+        specs = {f"{prefix}{name}": (FLOATS, shape) for name, shape in expert_shapes(config, width).items()}
     except ValueError as error:
         raise InvalidExpertError(f"{folder / CONFIG_NAME}: {error}") from error
-    numbers = sum(map(math.prod, shapes.values()))
-    if 4 * numbers > MAX_EXPERT_BYTES:
-        raise InvalidExpertError(f"{folder / CONFIG_NAME} asks for {numbers:.3g} numbers, which no expert needs.")
-    try:
-        size = path.stat().st_size
-        if not 8 + 2 * numbers < size <= 8 + MAX_HEADER_BYTES + 8 * numbers:
-            raise InvalidExpertError(
-                f"{path} has {size} bytes, but its config asks for {numbers} numbers on this backbone's [CLS], "
-                f"{width} wide: the file is not whole, or the expert was trained on another backbone "
-                f"({config.base_model_name_or_path or 'unnamed'}, {(config.fingerprint or 'no fingerprint')[:12]})."
-            )
-    except OSError as error:
-        raise InvalidExpertError(f"{path} cannot be read: {error}.") from error
-    tensors, _ = read_tensors(path, lambda header: {name: (FLOATS, shape) for name, shape in shapes.items()})
+    if 4 * sum(math.prod(shape) for _, shape in specs.values()) > MAX_EXPERT_BYTES:
+        raise InvalidExpertError(f"{folder / CONFIG_NAME} asks for more than {MAX_EXPERT_BYTES} bytes of weights.")
+    backbone = config.base_model_name_or_path or "an unnamed backbone"
+    hint = f" [CLS] of this backbone is {width} wide; the expert was trained on {show(backbone)}."
+    tensors, _ = _read_tensors(path, lambda found, metadata: specs, hint)
     for name, tensor in tensors.items():
         if not (tensor.abs() <= MAX_NUMBER).all():
             raise InvalidExpertError(f"{path}: {name} holds numbers that are not finite, or above {MAX_NUMBER:g}.")
         if name.endswith("luca_reference_std") and not (tensor >= MIN_DEVIATION).all():
             raise InvalidExpertError(f"{path}: {name} holds deviations below {MIN_DEVIATION:g}.")
-    return {name.removeprefix(f"base_model.model.{head}."): tensor for name, tensor in tensors.items()}
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def read_tensors(
-    path: Path, wanted: Callable[[dict[str, Any]], Wanted], header_bytes: int = MAX_HEADER_BYTES
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+# ---- statistics ----------------------------------------------------------------------------------------------------
+
+
+def read_statistics(folder: str | os.PathLike[str]) -> ClassStatistics:
     """
-    The tensors of a safetensors file, and its header. What lies behind the header is read only once names, types,
-    shapes and places are those that must be in such a file, and the file is as long as they say.
+    Reads the `statistics.safetensors` of the expert in a folder.
+
+    Raises:
+        InvalidExpertError: it is not such a file, or holds numbers that no statistics have.
+    """
+    path = Path(folder) / STATISTICS_NAME
+    try:
+        tensors, metadata = _read_tensors(path, _statistics_specs)
+        _check_statistics(tensors)
+    except ValueError as error:
+        reason = f"{error}" if isinstance(error, InvalidExpertError) else f"{path}: {error}"
+        raise InvalidExpertError(
+            f"{reason} Get the file from the expert's owner again, or load without it: statistics=False."
+        ) from error
+    return ClassStatistics(
+        classes=tuple(_statistics_classes(metadata)),
+        counts=tensors["counts"],
+        means=tensors["means"],
+        factors=tuple(tensors["factors"].split(tensors["factor_rows"].tolist())),
+        remainder=tensors["remainder"],
+        errors=tensors["errors"],
+        gram=tensors.get("gram"),
+        random_sums=tensors.get("random_sums"),
+    )
+
+
+def _statistics_classes(metadata: Mapping[str, str]) -> list[str]:
+    try:
+        about = json.loads(metadata.get("statistics", "null"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its metadata is not JSON: {error}.") from error
+    if not isinstance(about, dict) or about.get("format") != STATISTICS_FORMAT:
+        raise ValueError(
+            f"its metadata must have 'statistics' with the format {STATISTICS_FORMAT}, got {show(about)}."
+        )
+    return check_classes(about.get("classes"))
+
+
+def _statistics_specs(found: Mapping[str, tuple[str, list[int]]], metadata: Mapping[str, str]) -> Specs:
+    """Tensors that a file of statistics must have. K is known from its classes, d and M from its shapes."""
+
+    def size(name: str, axis: int) -> int:
+        shape = found[name][1] if name in found else []
+        if len(shape) < 2 or not shape[axis]:
+            raise ValueError(f"its {name} has the shape {show(shape)}, and needs two dimensions above 0.")
+        return shape[axis]
+
+    k, d = len(_statistics_classes(metadata)), size("means", 1)
+    rows = found["factors"][1][0] if "factors" in found and found["factors"][1] else 0  # no class needs a factor
+    specs: Specs = {
+        "counts": (("F64",), (k,)),
+        "means": (("F64",), (k, d)),
+        "factor_rows": (("I64",), (k,)),
+        "factors": (("F32",), (rows, d)),
+        "remainder": (("F32",), (k, d)),
+        "errors": (("F64",), (k,)),
+    }
+    if "gram" in found or "random_sums" in found:
+        m = size("gram", 0)
+        specs |= {"gram": (("F32",), (m, m)), "random_sums": (("F64",), (k, m))}
+    return specs
+
+
+def _check_statistics(tensors: Mapping[str, Tensor]) -> None:
+    """Refuses numbers that no unit features have. Beyond these bounds a classifier could overflow."""
+    counts, means, rows = tensors["counts"], tensors["means"], tensors["factor_rows"]
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} holds numbers that are not finite.")
+    if not ((counts >= 1) & (counts <= MAX_IMAGES) & (counts == counts.round())).all():
+        raise ValueError(f"counts must be whole numbers from 1 to {MAX_IMAGES:.0e}, got {show(counts[:5].tolist())}.")
+    n, d = len(tensors["factors"]), means.shape[1]
+    # No scatter has more rows: a classifier's memory grows with their square.
+    if not ((rows >= 0) & (rows <= min(n, d)) & (rows < counts)).all() or int(rows.sum()) != n:
+        raise ValueError(
+            f"factor_rows must be from 0 to {d}, below the classes' counts, and {n} together, got "
+            f"{show(rows[:5].tolist())}."
+        )
+    if not (means.norm(dim=1) <= 1 + TOLERANCE).all():
+        raise ValueError("means must be those of features of length 1, and some are longer.")
+    if not (tensors["remainder"] >= 0).all() or not ((tensors["errors"] >= 0) & (tensors["errors"] <= 1.01)).all():
+        raise ValueError("remainder must not be below 0, and errors must be from 0 to 1.")
+    owner = torch.repeat_interleave(rows)
+    lengths = torch.linalg.vector_norm(tensors["factors"], dim=1).double()
+    spread = tensors["remainder"].double().sum(dim=1).index_add_(0, owner, lengths.square())
+    if not (spread <= counts * (1 + TOLERANCE)).all():
+        raise ValueError("factors and remainder spread wider than features of length 1 can.")
+    if "gram" in tensors:
+        # A random feature is at most as large as its direction, whose square has d degrees of freedom.
+        square, images = 10.0 * d + 100.0, float(counts.sum())
+        sums = tensors["random_sums"]
+        if not (tensors["gram"].abs() <= images * square).all():
+            raise ValueError(f"gram must be that of {images:.0f} images, and has larger numbers.")
+        if not ((sums >= 0) & (sums <= counts[:, None] * square**0.5)).all():
+            raise ValueError("random_sums must be from 0 to what the classes' images can sum up to.")
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    _check_size(path, MAX_JSON_BYTES)
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidExpertError(f"{path} cannot be read: {str(error)[:200]}.") from error
+    if not isinstance(values, dict):
+        raise InvalidExpertError(f"{path} holds a {type(values).__name__}, and must hold a JSON object.")
+    return values
+
+
+def _read_tensors(
+    path: Path,
+    make_specs: Callable[[Mapping[str, tuple[str, list[int]]], Mapping[str, str]], Specs],
+    hint: str = "",
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """
+    Reads a safetensors file into memory.
 
     Args:
         path (`Path`): The file.
-        wanted (function): Its header → names, types and shapes of the tensors that must be in it.
-        header_bytes (`int`, *optional*): The longest header that such a file can have.
+        make_specs (function):
+            dtypes and shapes that the file's header has, by tensor, and its metadata -> those that it must have.
+        hint (`str`, *optional*): Added to an error about names or shapes.
 
-    Raises:
-        InvalidExpertError: it is not that, or not the file that the Hub named.
+    Returns:
+        `tuple`: The tensors, and the metadata.
     """
-    check_size(path)
+    _check_size(path, MAX_EXPERT_BYTES)
+    _check_digest(path)
     try:
-        with open(path, "rb") as file:
-            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(header_bytes, size - 8):
-                raise InvalidExpertError(f"{path} is not a whole safetensors file: its header has {length} bytes.")
-            header = parse_object(file.read(length), f"{path} has no safetensors header")
-            _check_header(path, header, wanted(header), size - 8 - length)
-            file.seek(0)
-            content = file.read(size)
-    except OSError as error:
-        raise InvalidExpertError(f"{path} cannot be read: {error}.") from error
-    _check_digest(path, content)
-    try:
-        return load(content), header
-    except (SafetensorError, ValueError, RuntimeError) as error:
+        with safe_open(path, framework="pt") as file:  # checks that the header describes the whole file
+            metadata = file.metadata() or {}
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            found = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+            _check_specs(path, found, make_specs(found, metadata), hint)
+            return {name: file.get_tensor(name).clone() for name in found}, metadata
+    except (SafetensorError, OSError) as error:
         raise InvalidExpertError(f"{path} is not a whole safetensors file: {error}.") from error
 
 
-def check_size(path: Path) -> None:
-    """
-    Refuse a file that no expert needs, before it is read.
+def _check_specs(path: Path, found: Mapping[str, tuple[str, list[int]]], specs: Specs, hint: str) -> None:
+    if set(found) != set(specs):
+        missing, unknown = sorted(set(specs) - set(found)), sorted(set(found) - set(specs))
+        raise InvalidExpertError(
+            f"{path} does not hold the tensors that it must hold: missing {show(missing)}, unknown {show(unknown)}."
+            f"{hint}"
+        )
+    for name, (dtypes, shape) in specs.items():
+        dtype, found_shape = found[name]
+        if dtype not in dtypes:
+            raise InvalidExpertError(f"{path}: {name} has the dtype {dtype}, and must have {' or '.join(dtypes)}.")
+        if tuple(found_shape) != shape:
+            raise InvalidExpertError(
+                f"{path}: {name} has the shape {show(found_shape)}, and must have {list(shape)}.{hint}"
+            )
 
-    Raises:
-        InvalidExpertError: it has more than a gibibyte, or cannot be read.
-    """
+
+def _check_size(path: Path, most: int) -> None:
     try:
         size = path.stat().st_size
     except OSError as error:
         raise InvalidExpertError(f"{path} cannot be read: {error}.") from error
-    if size > MAX_EXPERT_BYTES:
-        raise InvalidExpertError(f"{path} has {size} bytes, more than {MAX_EXPERT_BYTES}.")
+    if size > most:
+        raise InvalidExpertError(f"{path} has {size} bytes, more than the {most} that are read.")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """
-    The manifest of the collection in a folder, with at least `experts` and `router`.
-
-    Raises:
-        InvalidExpertError: it is not one, or names experts that are not in the folder.
-    """
-    path = folder / MANIFEST_NAME
-    manifest = read_json(path, "a manifest of experts")
-    experts, router = manifest.get("experts"), manifest.get("router", False)
-    if not isinstance(experts, list) or router is False or not all(isinstance(entry, dict) for entry in experts):
-        raise InvalidExpertError(f"{path} is not a manifest of experts: it needs 'experts', a list, and 'router'.")
-    if manifest.get("format") != MANIFEST_FORMAT:
-        raise InvalidExpertError(
-            f"{path} has format {show(manifest.get('format'))}, and this version of peft_luca reads {MANIFEST_FORMAT}."
-        )
-    if not experts:
-        raise InvalidExpertError(f"{path} is empty: it names no experts.")
-    if router is not None:
-        router = router if isinstance(router, dict) else {}
-        options = router.get("options")
-        simple = isinstance(options, dict) and all(map(_is_simple, options.values()))
-        if not simple or not isinstance(router.get("name"), str):
-            raise InvalidExpertError(
-                f"{path}: router must have a name and simple options, with numbers of usual size, got {show(router)}."
-            )
-    names = [entry.get("name") for entry in experts]
-    for name in names:
-        if not isinstance(name, str) or not NAME_RULE.fullmatch(name):
-            raise InvalidExpertError(
-                f"{path} names an expert {show(name)}: names are made of letters, digits, '_' and '-'."
-            )
-    if len({name.lower() for name in names}) < len(names):  # in one folder, on some file systems
-        raise InvalidExpertError(f"{path} names an expert more than once.")
-    return manifest
-
-
-def _is_simple(value: Any) -> bool:
-    """Whether a router's option is one that its numbers cannot overflow with."""
-    if isinstance(value, (int, float)):
-        return not value or 1 / MAX_NUMBER <= abs(value) <= MAX_NUMBER
-    return isinstance(value, (str, type(None)))
-
-
-def parse_object(content: bytes | str, complaint: str) -> dict[str, Any]:
-    """A JSON object without keys that come twice and without NaN."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("a key comes more than once")
-        return dict(pairs)
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
-
-    try:
-        text = content if isinstance(content, str) else content.decode("utf-8")
-        values = json.loads(text, object_pairs_hook=once, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise InvalidExpertError(f"{complaint}: {str(error)[:200]}.") from error
-    if not isinstance(values, dict):
-        raise InvalidExpertError(f"{complaint}: it holds a {type(values).__name__}, not an object.")
-    return values
-
-
-def _check_header(path: Path, header: dict[str, Any], wanted: Wanted, data_bytes: int) -> None:
-    """Compare a safetensors header with what must be in it: names, types, shapes, and places without gaps."""
-    found = set(header) - {"__metadata__"}
-    if found != set(wanted):
-        missing, unknown = sorted(set(wanted) - found), sorted(found - set(wanted))
-        raise InvalidExpertError(
-            f"{path} does not hold the tensors that belong into it: missing {show(missing)}, unknown {show(unknown)}."
-        )
-    places = []
-    for name, (dtypes, shape) in wanted.items():
-        entry = header[name] if isinstance(header[name], dict) else {}
-        dtype = entry.get("dtype")
-        if not isinstance(dtype, str) or dtype not in dtypes:
-            raise InvalidExpertError(
-                f"{path}: {name} has the dtype {show(dtype)}, and must be of {', '.join(dtypes)}."
-            )
-        if entry.get("shape") != list(shape):
-            raise InvalidExpertError(
-                f"{path}: {name} has the shape {show(entry.get('shape'))}, and must have {list(shape)}."
-            )
-        places.append((entry.get("data_offsets"), math.prod(shape) * _ITEM_BYTES[dtype]))
-    if list(_ends(places)) != [data_bytes]:
-        raise InvalidExpertError(f"{path} is not a whole safetensors file: its tensors do not fill it.")
-
-
-def _ends(places: list[tuple[Any, int]]) -> Iterator[int]:
-    """Where the tensors end, if they lie one behind the other."""
-    if not all(isinstance(place, list) and len(place) == 2 for place, _ in places):
+def _check_digest(path: Path) -> None:
+    """In the Hub's cache a large file is named by the digest that the Hub gave for it."""
+    wanted = path.resolve().name
+    if not path.is_symlink() or not re.fullmatch("[0-9a-f]{64}", wanted):
         return
-    if not all(type(offset) is int for place, _ in places for offset in place):
-        return
-    end = 0
-    for (begin, stop), size in sorted(places):
-        if begin != end or stop - begin != size:
-            return
-        end = stop
-    yield end
-
-
-def _check_digest(path: Path, content: bytes) -> None:
-    """In the Hub's cache a large file is called by the digest that the Hub gave for it."""
-    digest = path.resolve().name
-    if path.is_symlink() and re.fullmatch("[0-9a-f]{64}", digest) and hashlib.sha256(content).hexdigest() != digest:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    if digest.hexdigest() != wanted:
         raise InvalidExpertError(
             f"{path} is not the file that the Hub has: its digest is another one. Delete it from the cache, and load "
             "again."

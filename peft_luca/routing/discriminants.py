@@ -1,95 +1,101 @@
-"""Closed-form classifiers made of the experts' statistics, and the routers that they are."""
+"""Closed-form classifiers made of class statistics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..utils import InvalidExpertError
-from .statistics import ClassStatistics, projection
+from .statistics import ClassStatistics, random_directions
 
 
-# Numbers of (images, factor rows) that are in memory at a time.
+# Products of images and factor rows that are in memory at a time.
 BUDGET = 2**24
-# Beyond this a classifier's scores could overflow in float32.
+# With larger coefficients, scores could overflow in float32.
 MAX_COEFFICIENT = 1e30
 
+UNUSABLE = (
+    "no classifier can be made of the experts' statistics. Collect them again, leave out the expert that brought "
+    "them, or use a router that needs none, such as 'entropy'"
+)
 
-class Discriminant:
+
+class _Tensors:
+    """Holds tensors and numbers, its own and those of its parts."""
+
+    def move(self, device: torch.device) -> None:
+        """Moves all tensors to a device."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+            elif isinstance(value, _Tensors):
+                value.move(device)
+
+    def numbers(self) -> Iterator[Tensor]:
+        for value in vars(self).values():
+            if isinstance(value, _Tensors):
+                yield from value.numbers()
+            elif isinstance(value, (Tensor, float)):
+                yield torch.as_tensor(value)
+
+
+class Discriminant(_Tensors):
     """
-    A closed-form classifier of unit features. `log_posterior` maps (batch, d) to (batch, C), over the classes in the
-    order of the statistics it was made of.
+    Base class of the closed-form classifiers of unit features. Outputs have one column per class of the statistics, in
+    their order. `temperature` divides the scores before the softmax.
     """
 
     temperature: float
 
-    def __init__(self, statistics: ClassStatistics, **options: Any) -> None:
-        raise NotImplementedError
-
-    def move(self, device: torch.device) -> None:
-        """Take every tensor to a device, once: what is called for each batch finds it there."""
-        for part in _parts(self):
-            for name, value in vars(part).items():
-                if isinstance(value, Tensor):
-                    setattr(part, name, value.to(device))
-
     def scores(self, x: Tensor) -> Tensor:
+        """Unit features `(batch, d)` → log-likelihoods up to a constant, `(batch, C)`."""
         raise NotImplementedError
 
     def log_posterior(self, x: Tensor) -> Tensor:
+        """Unit features `(batch, d)` → log-probability of each class, `(batch, C)`."""
         return torch.log_softmax(self.scores(x) / self.temperature, dim=-1)
 
     def log_known(self, x: Tensor) -> Tensor:
-        """Log-probability that an image is of any of the classes, (batch,): 0 where that is not judged."""
+        """Unit features `(batch, d)` → log-probability of any of the classes, `(batch,)`; 0 if it is not estimated."""
         return x.new_zeros(x.shape[0])
 
 
-def _parts(classifier: Discriminant) -> Iterator[Any]:
-    """A classifier, and what it is made of."""
-    yield classifier
-    for value in vars(classifier).values():
-        if isinstance(value, Discriminant):
-            yield from _parts(value)
-        elif isinstance(value, Background):
-            yield value
-
-
-class Background:
+class Background(_Tensors):
     """
-    One RegularizedDiscriminant of all training features, which stands for whatever is none of the classes: an image is known as far
-    as a class explains it better than that (relative Mahalanobis distance, https://arxiv.org/abs/2106.09022).
+    One Gaussian of all training features, which stands for images of no class: an image is known as far as a class
+    explains it better than the background does (relative Mahalanobis distance, https://arxiv.org/abs/2106.09022).
     """
 
     def __init__(self, statistics: ClassStatistics, within: Tensor, volume: float) -> None:
         counts, images = statistics.counts, float(statistics.counts.sum())
-        self.mean = (counts[:, None] * statistics.means).sum(dim=0) / images
-        apart = counts.sqrt()[:, None] * (statistics.means - self.mean)
+        mean = (counts[:, None] * statistics.means).sum(dim=0) / images
+        apart = counts.sqrt()[:, None] * (statistics.means - mean)
         total = (within * max(images - len(counts), 1.0) + apart.T @ apart) / max(images - 1, 1.0)
-        total = _shrunk(total, _ledoit_wolf(total, images - 1))
-        self.precision = torch.linalg.inv(total).float()
-        # The background is wider than the classes, whose log-volume this is, and so thinner everywhere.
+        total = _shrink(total, _ledoit_wolf(total, images - 1))
+        self.mean, self.precision = mean.float(), torch.linalg.inv(total).float()
+        # The log-density lacks the constant that the classes lack, too.
         self.constant = -0.5 * (float(torch.logdet(total)) - volume)
-        self.mean = self.mean.float()
 
     def scores(self, x: Tensor) -> Tensor:
+        """Unit features `(batch, d)` → log-density, `(batch,)`."""
         centred = x - self.mean.to(x)
         return -0.5 * (centred @ self.precision.to(x) * centred).sum(dim=-1) + self.constant
 
 
 class LinearDiscriminant(Discriminant):
     """
-    Linear discriminant of class means and pooled covariance, which is shrunk toward a sphere by the strength that the
-    training scatter itself gives (Ledoit & Wolf's rule, in its form for Gaussians).
+    Linear discriminant of the class means and the pooled covariance, shrunk toward a sphere.
 
     Args:
         statistics ([`ClassStatistics`]): Pooled.
-        shrinkage (`float`, *optional*): Strength, 0 to 1, in place of the rule's.
+        shrinkage (`float`, *optional*): Strength, 0 to 1; by Ledoit & Wolf's rule for Gaussians by default.
         temperature (`float`, *optional*): Divides the log-likelihoods; √d/3 by default.
-        means (`torch.Tensor` of shape `(prototypes, d)`, *optional*): Prototypes in place of the class means.
+        means (`torch.Tensor` of shape `(means, d)`, *optional*): Used in place of the class means.
     """
 
     def __init__(
@@ -99,45 +105,43 @@ class LinearDiscriminant(Discriminant):
         temperature: float | None = None,
         means: Tensor | None = None,
     ) -> None:
-        _check_share("shrinkage", shrinkage)
         covariance, freedom = statistics.within
-        self.shrinkage = shrinkage = _ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
-        self.temperature = _temperature(temperature, math.sqrt(len(covariance)) / 3)
-        shrunk = _shrunk(covariance, shrinkage)
+        self.shrinkage = _ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
+        self.temperature = math.sqrt(len(covariance)) / 3 if temperature is None else temperature
+        shrunk = _shrink(covariance, self.shrinkage)
         self.background = Background(statistics, covariance, float(torch.logdet(shrunk)))
-        self.precision = torch.linalg.inv(shrunk).float()
         means = statistics.means if means is None else means
         weights = torch.linalg.solve(shrunk, means.T).T  # (C, d)
-        self.weights = weights.float()
-        self.bias = (-0.5 * (weights * means).sum(dim=1)).float()
+        self.weights, self.bias = weights.float(), (-0.5 * (weights * means).sum(dim=1)).float()
+        self.precision = torch.linalg.inv(shrunk).float()
 
     def scores(self, x: Tensor) -> Tensor:
         return torch.addmm(self.bias.to(x), x, self.weights.to(x).T)
 
     def log_known(self, x: Tensor) -> Tensor:
-        # The part that all classes have in common cancels among them, but not against the background.
+        # All classes share this term: it cancels among them, but not against the background.
         common = -0.5 * (x @ self.precision.to(x) * x).sum(dim=-1)
-        return _log_known(self.scores(x) + common[:, None], self.background.scores(x), self.temperature)
+        best = torch.logsumexp((self.scores(x) + common[:, None]) / self.temperature, dim=-1)
+        return best - torch.logaddexp(best, self.background.scores(x) / self.temperature)
 
 
 class RegularizedDiscriminant(Discriminant):
     """
-    A RegularizedDiscriminant per class: Σ_k = (1-γ)·[(1-α)·S_k + α·P] + γ·t_k·I, with S_k the class's covariance, P the pooled one
+    A Gaussian per class: Σ_k = (1-γ)·[(1-α)·S_k + α·P] + γ·t_k·I, with S_k the class's covariance, P the pooled one
     and t_k the mean of the bracket's diagonal (Friedman 1989). Scores are -½·(x-μ)ᵀΣ_k⁻¹(x-μ) - ½·β·log|Σ_k|.
 
-    α falls as a class has more images: 1/(1 + 0.13·(n-1)^¼). This rule, β and the temperature, which is above 1
-    because the features have heavier tails than a RegularizedDiscriminant, were chosen by leave-one-out on training images of three
-    data sets: see the routing page of the docs. γ is Ledoit & Wolf's strength for as many images as the bracket is
-    worth.
+    α falls as a class has more images: 1/(1 + 0.13·(n-1)^¼). This rule, β and the temperature were chosen by
+    leave-one-out on training images of three data sets: see the routing page of the docs. The temperature is above 1
+    because the features have heavier tails than a Gaussian. γ is given by [`sphere_strength`].
 
     Args:
         statistics ([`ClassStatistics`]): Pooled.
-        shrinkage (`float`, *optional*): α of every class, 0 to 1, in place of the rule's.
-        sphere (`float`, *optional*): γ, 0 to 1, in place of the rule's.
-        volume (`float`, *optional*, defaults to `0.0`): β: how much the classes' volumes count; 1 in the density.
+        shrinkage (`float`, *optional*): α of every class, 0 to 1. By default the rule chooses it.
+        sphere (`float`, *optional*): γ, 0 to 1. By default the rule chooses it.
+        volume (`float`, *optional*, defaults to `0.0`): β, the weight of the classes' log-volumes; 1 in the density.
         temperature (`float`, *optional*):
-            Divides the scores; 0.44·√d by default. Whether an image is known is judged by [`LinearDiscriminant`], of this
-            temperature or its own default.
+            Divides the scores; 0.44·√d by default. [`LinearDiscriminant`] judges whether an image is known, with this
+            temperature if it is given and its own default otherwise.
     """
 
     def __init__(
@@ -148,28 +152,27 @@ class RegularizedDiscriminant(Discriminant):
         volume: float = 0.0,
         temperature: float | None = None,
     ) -> None:
-        _check_share("shrinkage", shrinkage)
-        _check_share("sphere", sphere)
         covariance, pooled_freedom = statistics.within
-        d = len(covariance)
-        self.temperature = _temperature(temperature, 0.44 * math.sqrt(d))
-        counts = statistics.counts
+        d, counts = len(covariance), statistics.counts
+        self.temperature = 0.44 * math.sqrt(d) if temperature is None else temperature
         alphas = 1 / (1 + 0.13 * (counts - 1) ** 0.25) if shrinkage is None else torch.full_like(counts, shrinkage)
         if sphere is None:
             sphere = sphere_strength(counts, alphas, covariance, pooled_freedom)
         self.sphere = sphere
+        # The classes' own covariances differ in volume, so that the pooled one judges what is known.
+        self.pooled = LinearDiscriminant(statistics, temperature=temperature)
         values, basis = torch.linalg.eigh(covariance)
-        values = values.clamp(min=0)
-        self.basis = basis.float()
-        means = statistics.means @ basis  # (C, d), as all that follows in the basis of P
+        values, self.basis = values.clamp(min=0), basis.float()
+        means = statistics.means @ basis  # (C, d). All that follows is in the basis of P.
         inverse, rows, offsets = torch.empty_like(means), [], []
         volumes = torch.empty(len(means), dtype=torch.float64)
         for k, factor in enumerate(statistics.factors):
             freedom = float(counts[k]) - 1
-            own = 0.0 if freedom == 0 else 1 - float(alphas[k])  # a single image has no covariance of its own
-            # Most of the time goes here: in float32, as the factors are.
+            own = 0.0 if freedom == 0 else 1 - float(alphas[k])  # a single image has no covariance
+            factor = factor if len(factor) else factor.new_zeros(1, d)
+            # Most of the time is spent here: in float32, as the factors are.
             turned = (factor @ self.basis).double() * math.sqrt(own / max(freedom, 1))  # (r, d)
-            # The diagonal that a low rank leaves out counts by its mean, so that one basis serves all classes.
+            # The mean of the diagonal that a low rank leaves out, so that one basis serves all classes.
             left = float(statistics.remainder[k].sum()) / d * own / max(freedom, 1)
             mean_variance = float(turned.square().sum()) / d + left + (1 - own) * float(values.mean())
             diagonal = (1 - sphere) * ((1 - own) * values + left) + sphere * mean_variance
@@ -183,25 +186,29 @@ class RegularizedDiscriminant(Discriminant):
             volumes[k] = diagonal.log().sum() + 2 * lower.diagonal().log().sum()
             rows.append(reduced.float())
             offsets.append((reduced @ means[k]).float())
-        # Whether an image is of any class is judged by the pooled covariance: the classes' own differ in volume.
-        self.pooled = LinearDiscriminant(statistics, temperature=temperature)
-        self.inverse = inverse.float()
-        self.linear = (means * inverse).float()
+        # Classes with equally many rows lie side by side, so that one reshape and sum serves them all.
+        lengths = torch.tensor([len(part) for part in rows])
+        order = lengths.argsort(stable=True)
+        self.groups = list(Counter(lengths[order].tolist()).items())  # (rows per class, classes)
+        self.places = order.argsort()
+        self.rows = torch.cat([rows[k] for k in order.tolist()])
+        self.offsets = torch.cat([offsets[k] for k in order.tolist()])
+        self.inverse, self.linear = inverse.float(), (means * inverse).float()
         self.constant = (-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float()
-        self.rows, self.offsets = torch.cat(rows), torch.cat(offsets)
-        self.lengths = torch.tensor([len(part) for part in rows])
 
     def scores(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and not len(x):  # torch cannot reduce the parts of nothing
-            return x.new_zeros(0, len(self.constant))
         y = x @ self.basis.to(x)
         scores = y @ self.linear.to(x).T - 0.5 * y.square() @ self.inverse.to(x).T + self.constant.to(x)
-        rows, offsets, lengths = self.rows.to(x), self.offsets.to(x), self.lengths.to(x.device)
-        parts = []
-        for part in y.split(max(1, BUDGET // max(1, len(rows)))):
-            squares = (part @ rows.T - offsets).square()  # (batch, rows of all classes)
-            parts.append(torch.segment_reduce(squares, "sum", lengths=lengths.expand(len(part), -1), axis=1))
-        return scores + 0.5 * torch.cat(parts)
+        rows, shift = self.rows.to(x), -self.offsets.to(x)[:, None]
+        # A compiled or exported graph holds for every batch size, and a split would fix it.
+        pieces = [y] if torch.compiler.is_compiling() else y.split(max(1, BUDGET // len(rows)))
+        return scores + 0.5 * torch.cat([self._sum_squares(torch.addmm(shift, rows, piece.T)) for piece in pieces])
+
+    def _sum_squares(self, products: Tensor) -> Tensor:
+        """Products with the rows of all classes, (rows, batch) → sum of their squares per class, (batch, C)."""
+        parts = products.square().split([r * n for r, n in self.groups])
+        sums = [part.unflatten(0, (n, r)).sum(dim=1) for part, (r, n) in zip(parts, self.groups, strict=True)]
+        return torch.cat(sums).index_select(0, self.places).T
 
     def log_known(self, x: Tensor) -> Tensor:
         return self.pooled.log_known(x)
@@ -209,14 +216,17 @@ class RegularizedDiscriminant(Discriminant):
 
 class RidgeClassifier(Discriminant):
     """
-    RidgeClassifier regression to one-hot labels on seeded random ReLU features (RanPAC, https://arxiv.org/abs/2307.02251). Its
-    strength is the one of least generalised cross-validation, which the Gram matrix and the class sums give in closed
-    form.
+    Ridge regression to one-hot labels on random ReLU features (RanPAC, https://arxiv.org/abs/2307.02251).
 
     Args:
         statistics ([`ClassStatistics`]): Pooled, with random features.
-        strength (`float`, *optional*): λ, in place of the rule's.
-        temperature (`float`, *optional*): Divides the scores; 0.1 by default.
+        strength (`float`, *optional*):
+            λ, above 0. By default the one of least generalized cross-validation, which the Gram matrix and the class
+            sums give in closed form.
+        temperature (`float`, *optional*, defaults to `0.1`): Divides the scores.
+
+    Raises:
+        ValueError: The statistics have no random features.
     """
 
     def __init__(
@@ -228,94 +238,63 @@ class RidgeClassifier(Discriminant):
                 "with ClassStatistics.collect(..., random_features=2000), or statistics_random_features=2000 in the "
                 "training arguments."
             )
-        self.temperature = _temperature(temperature, 0.1)
+        self.temperature = 0.1 if temperature is None else temperature
         values, basis = torch.linalg.eigh(statistics.gram.double())
         values, sums = values.clamp(min=0), statistics.random_sums @ basis  # (C, M)
-        images = float(statistics.counts.sum())
-        if strength is None:
-            power = sums.square().sum(dim=0)
-            best = torch.inf
-            for candidate in (float(values.mean()) * 10.0**e for e in torch.arange(-6, 3.01, 0.25).tolist()):
-                weight = 1 / (values + candidate)
-                residual = images - float((power * (2 * weight - values * weight.square())).sum())
-                freedom = images - float((values * weight).sum())
-                loss = residual / freedom**2 if freedom > 1e-6 * images else torch.inf
-                if loss < best:
-                    best, strength = loss, candidate
-        if strength is None or not strength > 0:
-            raise ValueError(f"strength must be above 0, got {strength}.")
-        self.strength = strength
-        self.projection = projection(statistics.means.shape[1], len(values)).float()  # (d, M)
-        self.weights = ((sums / (values + strength)) @ basis.T).float()  # (C, M)
+        self.strength = _ridge_strength(values, sums, statistics.counts) if strength is None else strength
+        self.weights = ((sums / (values + self.strength)) @ basis.T).float()  # (C, M)
+        self.directions = random_directions(statistics.means.shape[1], len(values)).float()  # (d, M)
 
     def scores(self, x: Tensor) -> Tensor:
-        return torch.relu(x @ self.projection.to(x)) @ self.weights.to(x).T
+        return torch.relu(x @ self.directions.to(x)) @ self.weights.to(x).T
+
+
+def make_discriminant(kind: Callable[..., Discriminant], statistics: ClassStatistics, **options: Any) -> Discriminant:
+    """
+    Makes a classifier and checks its numbers.
+
+    Raises:
+        InvalidExpertError: The statistics cannot be those of images: a coefficient is not finite, or very large.
+    """
+    try:
+        made = kind(statistics, **options)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise InvalidExpertError(f"{UNUSABLE}: {error}") from error
+    if not all((value.abs() <= MAX_COEFFICIENT).all() for value in made.numbers()):
+        raise InvalidExpertError(f"{UNUSABLE}: numbers in it are not finite, or very large.")
+    return made
 
 
 def sphere_strength(counts: Tensor, shrinkage: Tensor, covariance: Tensor, freedom: float) -> float:
     """
-    γ of [`RegularizedDiscriminant`], between 0 and 1: Ledoit & Wolf's strength for as many images as (1-α)·S_k + α·P is worth.
-
-    Args:
-        counts (`torch.Tensor` of shape `(K,)`): Images of each class.
-        shrinkage (`torch.Tensor` of shape `(K,)`): α of each class.
-        covariance (`torch.Tensor` of shape `(d, d)`): P.
-        freedom (`float`): Its degrees of freedom.
+    γ of [`RegularizedDiscriminant`], 0 to 1: Ledoit & Wolf's strength for as many images as (1-α)·S_k + α·P is worth,
+    from the images and the α of each class, both (K,), and P, (d, d), with its degrees of freedom.
     """
     share = torch.where(counts > 1, 1 - shrinkage, 0.0)
-    # The variance of two means put together.
+    # The variance of a weighted sum of two means.
     variance = share**2 / (counts - 1).clamp(min=1) + (1 - share) ** 2 / max(freedom, 1.0)
     return _ledoit_wolf(covariance, 1 / float((counts * variance).sum() / counts.sum()))
 
 
-def _log_known(scores: Tensor, background: Tensor, temperature: float) -> Tensor:
-    """Log-odds of any class against the background → log-probability of any class."""
-    best = torch.logsumexp(scores / temperature, dim=-1)
-    return best - torch.logaddexp(best, background / temperature)
-
-
-def _shrunk(covariance: Tensor, strength: float) -> Tensor:
-    """A covariance shrunk toward a sphere, and kept away from what float64 cannot tell from zero."""
-    d, trace = len(covariance), covariance.trace()
-    return (1 - strength) * covariance + (strength / d + 1e-10) * trace * torch.eye(d, dtype=torch.float64)
+def _ridge_strength(values: Tensor, sums: Tensor, counts: Tensor) -> float:
+    """λ of least generalized cross-validation, from the eigenvalues of the Gram matrix and the sums in their basis."""
+    images, power = counts.sum(), sums.square().sum(dim=0)
+    candidates = values.mean() * 10.0 ** torch.arange(-6, 3.01, 0.25, dtype=torch.float64)
+    weight = 1 / (values + candidates[:, None])  # (candidates, M)
+    residual = images - (power * (2 * weight - values * weight.square())).sum(dim=1)
+    freedom = images - (values * weight).sum(dim=1)
+    loss = torch.where(freedom > 1e-6 * images, residual / freedom.square(), math.inf)
+    return float(candidates[loss.argmin()])
 
 
 def _ledoit_wolf(covariance: Tensor, freedom: float) -> float:
-    """Strength at which a RegularizedDiscriminant's covariance, measured with this freedom, is best shrunk toward a sphere."""
+    """Strength at which a Gaussian's covariance, measured with this freedom, is best shrunk toward a sphere."""
     trace, square = float(covariance.trace()), float(covariance.square().sum())
     spread = square - trace**2 / len(covariance)
     return min(1.0, (square + trace**2) / (freedom * spread)) if freedom > 0 and spread > 0 else 1.0
 
 
-def _check_share(name: str, value: Any) -> None:
-    if value is not None and not 0 <= value <= 1:
-        raise ValueError(f"{name} must be between 0 and 1, got {value}.")
-
-
-def _temperature(value: float | None, default: float) -> float:
-    if value is not None and (not isinstance(value, int | float) or not 0 < value < math.inf):
-        raise ValueError(f"temperature must be a finite number above 0, got {value!r}.")
-    return default if value is None else float(value)
-
-
-def make_discriminant(kind: type[Discriminant], statistics: ClassStatistics, **options: Any) -> Discriminant:
-    """
-    A classifier, unless its numbers are of no use.
-
-    Raises:
-        InvalidExpertError: the statistics belong to no images, such as a stranger may have written.
-    """
-    try:
-        classifier = kind(statistics, **options)
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-        raise InvalidExpertError(f"{UNUSABLE}: {error}") from error
-    values = [v for part in _parts(classifier) for v in vars(part).values() if isinstance(v, (Tensor, float))]
-    if not all((torch.as_tensor(value).abs() <= MAX_COEFFICIENT).all() for value in values):
-        raise InvalidExpertError(f"{UNUSABLE}: numbers in it are not finite, or very large.")
-    return classifier
-
-
-UNUSABLE = (
-    "no classifier can be made of the experts' statistics. Collect them anew, leave out the expert that brought them, "
-    "or use a router that needs none, such as 'entropy'"
-)
+def _shrink(covariance: Tensor, strength: float) -> Tensor:
+    """Shrinks a covariance toward a sphere, and keeps its eigenvalues above the rounding error of float64."""
+    d, trace = len(covariance), covariance.trace()
+    return (1 - strength) * covariance + (strength / d + 1e-10) * trace * torch.eye(d, dtype=torch.float64)

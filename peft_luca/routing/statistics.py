@@ -1,42 +1,29 @@
-"""Additive statistics of frozen features, one part per expert; see closed_form.py for what is made of them."""
+"""Additive class statistics of frozen features, one part per expert. `discriminants.py` makes classifiers of them."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ..hub.validation import MAX_JSON_BYTES, Wanted, parse_object, read_tensors
-from ..utils import InvalidExpertError, atomic_write, check_classes, pluralize, show
+from ..utils import check_classes, pluralize
 
 
-STATISTICS_NAME = "statistics.safetensors"
-STATISTICS_FORMAT = 1
 DEFAULT_RANK = 64
 RANDOM_SEED = 0
 # Images, or rows, that are in float64 at a time.
 BLOCK = 4096
-MAX_IMAGES = 1e12  # of a class
-# Variance of unit features below which images count as the same one: that of float32's rounding.
+# Below this variance, unit features count as equal: it is about the rounding error of float32.
 LEAST_VARIANCE = 1e-12
-TOLERANCE = 1e-3  # of numbers in a file, which were rounded to float32
-
-
-def _kind(value: Any) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def unit_features(z: Tensor, mean: Tensor | None = None, std: Tensor | None = None) -> Tensor:
-    """[CLS], (batch, d), standardised by the reference and brought to length 1, in the type of `z`."""
+    """Standardizes [CLS] vectors, (batch, d), by the reference and scales them to length 1, in the dtype of `z`."""
     if mean is not None and std is not None:
         z = (z - mean.to(z)) / std.to(z)
     return z / z.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(z.dtype).tiny)
@@ -45,21 +32,22 @@ def unit_features(z: Tensor, mean: Tensor | None = None, std: Tensor | None = No
 @dataclass(frozen=True)
 class ClassStatistics:
     """
-    Counts, means and scatter of the frozen features of each class. Parts of several experts are put together by
-    [`pool`] to what one pass over all their images gives; nothing is ever subtracted.
+    Counts, means and scatter of the frozen features of each class. [`pool`] adds the statistics of several experts
+    and gives what one pass over all their images gives.
 
     Attributes:
         classes (`tuple[str, ...]`): Names of the K classes.
-        counts (`torch.Tensor` of shape `(K,)`): Images per class.
+        counts (`torch.Tensor` of shape `(K,)`): Images per class, float64.
         means (`torch.Tensor` of shape `(K, d)`): float64.
         factors (`tuple` of K tensors of shape `(r, d)`):
             The scatter of a class, Σ(x-μ)(x-μ)ᵀ, is factorᵀ · factor + diag(remainder). float32.
-        remainder (`torch.Tensor` of shape `(K, d)`): Diagonal of what the rank leaves out: zero for full scatter.
+        remainder (`torch.Tensor` of shape `(K, d)`):
+            Diagonal of the scatter that the rank leaves out, float32. Zero if the full scatter is kept.
         errors (`torch.Tensor` of shape `(K,)`):
-            Frobenius norm of what factors and remainder do not give back, relative to that of the scatter. For a class
-            put together of several parts, a bound.
-        gram (`torch.Tensor` of shape `(M, M)`, *optional*): Gram matrix of the seeded random ReLU features, float32.
-        random_sums (`torch.Tensor` of shape `(K, M)`, *optional*): Their sum over each class, float64.
+            Frobenius norm of the scatter that is lost, relative to the norm of the scatter, float64. An upper bound
+            for a class that several experts have.
+        gram (`torch.Tensor` of shape `(M, M)`, *optional*): Gram matrix of the random ReLU features, float32.
+        random_sums (`torch.Tensor` of shape `(K, M)`, *optional*): Sums of the random features per class, float64.
     """
 
     classes: tuple[str, ...]
@@ -83,31 +71,31 @@ class ClassStatistics:
         prepare: Callable[[Tensor], Tensor] | None = None,
     ) -> ClassStatistics:
         """
-        Statistics of the images of one task.
+        Computes the statistics of the images of one task.
 
         Args:
             features (`torch.Tensor` of shape `(images, d)`): From [`unit_features`], unless `prepare` is given.
             labels (`torch.Tensor` of shape `(images,)`): Positions in `classes`.
             classes (`Sequence[str]`): Names of the classes.
             rank (`int`, *optional*, defaults to `64`):
-                Rows that the scatter of a class is kept in; `None` for all of it. A class of up to `rank` + 1 images
-                is kept exactly either way.
+                Number of rows that the scatter of a class is kept in; `None` keeps all of it. A class of up to
+                `rank` + 1 images is exact either way.
             random_features (`int`, *optional*, defaults to `0`):
-                M, for the `ridge` router: the Gram matrix takes 4·M² bytes (400 MB for 10,000) in every expert.
+                M, for the `ridge` router. The Gram matrix takes 4·M² bytes in every expert (400 MB for 10,000).
             prepare (function, *optional*):
-                What makes unit features of `features`, in float64, a class or a block at a time: all of them at once
-                may be more than fits into memory.
+                Turns `features`, in float64, into unit features. It is called per class and per block, so that not
+                all of them are in memory at once.
 
         Raises:
-            ValueError: a class has no image, or a number is not finite.
+            ValueError: A class has no image, or a feature is not finite.
         """
         check_classes(classes)
         if not isinstance(features, Tensor) or features.ndim != 2 or not features.is_floating_point():
-            raise ValueError(f"features must be a tensor of numbers, (images, d), got {_kind(features)}.")
+            raise ValueError(f"features must be a float tensor of shape (images, d), got {_describe(features)}.")
         whole = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.shape == features.shape[:1]
         if not whole or bool((labels < 0).any()):
             raise ValueError(
-                f"labels must be a tensor of {len(features)} positions in classes, from 0 on, got {_kind(labels)}."
+                f"labels must be a tensor of {len(features)} positions in classes, from 0 on, got {_describe(labels)}."
             )
         for name, number in (("rank", rank), ("random_features", random_features)):
             if number is not None and (not isinstance(number, int) or number < 0):
@@ -127,21 +115,21 @@ class ClassStatistics:
             return x
 
         d = features.shape[1]
-        means = torch.zeros(len(classes), d, dtype=torch.float64)
-        remainder, errors = torch.zeros(len(classes), d, dtype=torch.float64), torch.zeros(len(classes)).double()
+        means, remainder = torch.zeros(2, len(classes), d, dtype=torch.float64)
+        errors = torch.zeros(len(classes), dtype=torch.float64)
         factors = []
         for k in range(len(classes)):
             x = take(features[labels == k])
             means[k] = x.mean(dim=0)
-            factor, remainder[k], errors[k] = _factorise(x - means[k], rank)
+            factor, remainder[k], errors[k] = _factorize(x - means[k], rank)
             factors.append(factor)
         gram = sums = None
         if random_features:
-            directions = projection(d, random_features)
+            directions = random_directions(d, random_features)
             gram = torch.zeros(random_features, random_features, dtype=torch.float64)
             sums = torch.zeros(len(classes), random_features, dtype=torch.float64)
             for rows, y in zip(features.split(BLOCK), labels.cpu().split(BLOCK), strict=True):
-                h = torch.relu(take(rows) @ directions)
+                h = torch.relu(take(rows) @ directions)  # (block, M)
                 gram.addmm_(h.T, h)
                 sums.index_add_(0, y, h)
             gram = gram.float()
@@ -149,31 +137,25 @@ class ClassStatistics:
 
     @cached_property
     def within(self) -> tuple[Tensor, float]:
-        """Pooled covariance within classes, (d, d), in float64, and its degrees of freedom."""
+        """Pooled covariance within classes, (d, d), float64, and its degrees of freedom."""
         d = self.means.shape[1]
         total = torch.diag(self.remainder.double().sum(dim=0))
-        # Products in float32, as the factors are, a block at a time; their sum in float64.
+        # Products in float32, as the factors are, one block at a time; their sum in float64.
         for rows in torch.cat(self.factors).split(BLOCK):
             total += rows.T @ rows
         freedom = float(self.counts.sum()) - len(self.counts)
         if freedom < 1 or not total.trace() / freedom > LEAST_VARIANCE:
-            # One image a class, or the same again: nothing is known of the spread, so that only distances count.
+            # One image per class, or equal images: the spread is unknown, so a sphere leaves distances alone.
             return torch.eye(d, dtype=torch.float64) / d, 0.0
         return total / freedom, freedom
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the statistics take, in memory and in their file."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
-
     def scatter(self, k: int) -> Tensor:
-        """Σ(x-μ)(x-μ)ᵀ of a class, (d, d), in float64, as far as it is kept."""
+        """Σ(x-μ)(x-μ)ᵀ of class `k`, (d, d), float64, without the part that the rank leaves out."""
         factor = self.factors[k].double()
         return factor.T @ factor + torch.diag(self.remainder[k].double())
 
-    # ---- their own file ------------------------------------------------------------------------------------------
-
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """The statistics as one flat dictionary of tensors, as their file holds them."""
         tensors = {
             "counts": self.counts,
             "means": self.means,
@@ -186,137 +168,22 @@ class ClassStatistics:
             tensors |= {"gram": self.gram, "random_sums": self.random_sums}
         return tensors
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write `statistics.safetensors` into a folder, whole or not at all."""
-        target = Path(directory) / STATISTICS_NAME
-        # One entry alone: safetensors writes several in an order that differs from one time to the next.
-        about = {"format": STATISTICS_FORMAT, "classes": self.classes}
-        metadata = {"statistics": json.dumps(about, ensure_ascii=False)}
-        with atomic_write(target) as temporary:
-            save_file({k: v.contiguous() for k, v in self._tensors().items()}, temporary, metadata)
-
-    @classmethod
-    def load(cls, directory: str | os.PathLike[str]) -> ClassStatistics:
-        """
-        Read the `statistics.safetensors` of a folder, which may be a stranger's.
-
-        Raises:
-            InvalidExpertError: it is not such a file, or what it says cannot be.
-        """
-        path = Path(directory) / STATISTICS_NAME
-        try:
-            tensors, header = read_tensors(path, _wanted, MAX_JSON_BYTES)
-            classes = _classes_of(header)
-            _check_numbers(tensors)
-        except (InvalidExpertError, _Refused) as error:
-            own = f"{path} does not hold the statistics of an expert: {error}."
-            raise InvalidExpertError(
-                f"{error if isinstance(error, InvalidExpertError) else own} Get the file from the expert's owner "
-                "again, or use a router that needs none, such as 'entropy'."
-            ) from error
-        return cls(
-            classes,
-            tensors["counts"],
-            tensors["means"],
-            tuple(tensors["factors"].split(tensors["factor_rows"].tolist())),
-            tensors["remainder"],
-            tensors["errors"],
-            tensors.get("gram"),
-            tensors.get("random_sums"),
-        )
-
-
-class _Refused(ValueError):
-    """What is wrong with a file of statistics."""
-
-
-def _classes_of(header: Mapping[str, Any]) -> tuple[str, ...]:
-    """Class names that the header of a file of statistics has."""
-    metadata = header.get("__metadata__")
-    about = metadata.get("statistics") if isinstance(metadata, dict) else None
-    if not isinstance(about, str):
-        raise _Refused(f"its header does not say of which classes they are, but {show(metadata)}")
-    try:
-        values = parse_object(about, "what its header says of itself")
-        if values.get("format") != STATISTICS_FORMAT:
-            raise _Refused(f"its format is {show(values.get('format'))}, and this version reads {STATISTICS_FORMAT}")
-        if not isinstance(values.get("classes"), list):
-            raise _Refused(f"its classes must be a list, got {show(values.get('classes'))}")
-        return tuple(check_classes(values["classes"]))
-    except ValueError as error:
-        raise error if isinstance(error, _Refused) else _Refused(str(error).rstrip(".")) from error
-
-
-def _wanted(header: Mapping[str, Any]) -> Wanted:
-    """Types and shapes of the tensors in a file of statistics with this header: K and d, and what they go with."""
-
-    def size(name: str) -> int:
-        entry = header.get(name)
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        found = shape[-1 if name == "means" else 0] if isinstance(shape, list) and shape else None
-        if type(found) is not int or found < (name != "factors"):  # no class needs a factor
-            raise _Refused(f"its {name} has the shape {show(shape)}")
-        return found
-
-    k, d = len(_classes_of(header)), size("means")
-    wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
-        "counts": (("F64",), (k,)),
-        "means": (("F64",), (k, d)),
-        "factor_rows": (("I64",), (k,)),
-        "factors": (("F32",), (size("factors"), d)),
-        "remainder": (("F32",), (k, d)),
-        "errors": (("F64",), (k,)),
-    }
-    if "gram" in header or "random_sums" in header:
-        m = size("gram")
-        wanted |= {"gram": (("F32",), (m, m)), "random_sums": (("F64",), (k, m))}
-    return wanted
-
-
-def _check_numbers(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse numbers that no unit features have. Beyond these bounds a classifier could overflow."""
-    counts, means, rows = tensors["counts"], tensors["means"], tensors["factor_rows"]
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise _Refused(f"{name} holds numbers that are not finite")
-    if not ((counts >= 1) & (counts <= MAX_IMAGES) & (counts == counts.round())).all():
-        raise _Refused(f"counts must be whole numbers from 1 to {MAX_IMAGES:.0e}, got {show(counts[:5].tolist())}")
-    n, d = len(tensors["factors"]), means.shape[1]
-    # No scatter has more rows: a classifier's memory grows with their square.
-    if not ((rows >= 0) & (rows <= min(n, d)) & (rows < counts)).all() or int(rows.sum()) != n:
-        raise _Refused(
-            f"factor_rows must be from 0 to {d}, below the classes' counts, and {n} together, got "
-            f"{show(rows[:5].tolist())}"
-        )
-    if not (means.norm(dim=1) <= 1 + TOLERANCE).all():
-        raise _Refused("means must be those of features of length 1, and some are longer")
-    if not (tensors["remainder"] >= 0).all() or not ((tensors["errors"] >= 0) & (tensors["errors"] <= 1.01)).all():
-        raise _Refused("remainder must not be below 0, and errors must be from 0 to 1")
-    owner = torch.repeat_interleave(rows)
-    lengths = torch.linalg.vector_norm(tensors["factors"], dim=1).double()
-    spread = tensors["remainder"].double().sum(dim=1).index_add_(0, owner, lengths.square())
-    if not (spread <= counts * (1 + TOLERANCE)).all():
-        raise _Refused("factors and remainder spread wider than features of length 1 can")
-    if "gram" in tensors:
-        # A random feature is at most as large as its direction, whose square has d degrees of freedom.
-        square, images = 10.0 * d + 100.0, float(counts.sum())
-        sums = tensors["random_sums"]
-        if not (tensors["gram"].abs() <= images * square).all():
-            raise _Refused(f"gram must be that of {images:.0f} images, and has larger numbers")
-        if not ((sums >= 0) & (sums <= counts[:, None] * square**0.5)).all():
-            raise _Refused("random_sums must be from 0 to what the classes' images can sum up to")
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the statistics take in memory and in their file."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
 
 def pool(parts: Mapping[str, ClassStatistics]) -> ClassStatistics:
     """
-    Put the statistics of several experts together. A class that several have is one class of all their images. The
-    sums run over the experts sorted by name, so that their order changes no bit.
+    Adds the statistics of several experts. A class that several experts have becomes one class of all their images.
+    Sums run over the experts sorted by name, so the order of `parts` changes no bit of the result.
 
     Args:
-        parts (`Mapping[str, ClassStatistics]`): Expert → its part.
+        parts (`Mapping[str, ClassStatistics]`): Expert → its statistics.
 
     Returns:
-        [`ClassStatistics`]: Of all classes, sorted by name. It has random features when all parts have equally many.
+        [`ClassStatistics`]: Of all classes, sorted by name. It has random features if all parts have equally many.
     """
     found: dict[str, list[tuple[ClassStatistics, int]]] = {}
     for _, part in sorted(parts.items()):
@@ -349,15 +216,10 @@ def pool(parts: Mapping[str, ClassStatistics]) -> ClassStatistics:
 
 
 def _merge(parts: list[tuple[ClassStatistics, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Count, mean, factor, remainder and error of one class, of the parts that have it."""
+    """Count, mean, factor, remainder and error of one class, from all parts that have it."""
     part, k = parts[0]
-    n, mean, rows, remainder, error = (
-        part.counts[k],
-        part.means[k],
-        [part.factors[k]],
-        part.remainder[k],
-        part.errors[k],
-    )
+    n, mean, remainder, error = part.counts[k], part.means[k], part.remainder[k], part.errors[k]
+    rows = [part.factors[k]]
     for part, k in parts[1:]:
         m, other = part.counts[k], part.means[k]
         # Scatters add, and the distance of the means adds one direction: Chan, Golub & LeVeque (1983).
@@ -367,17 +229,18 @@ def _merge(parts: list[tuple[ClassStatistics, int]]) -> tuple[Tensor, Tensor, Te
     return n, mean, rows[0] if len(rows) == 1 else torch.cat(rows), remainder, error
 
 
-def _factorise(centred: Tensor, rank: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def _factorize(centred: Tensor, rank: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Centred features, (n, d) → factor (r, d) of their scatter, the diagonal that it leaves out, and the error."""
     n, d = centred.shape
-    kept = min(n - 1, d) if rank is None else min(n - 1, d, rank)
+    full = min(n - 1, d)
+    kept = full if rank is None else min(full, rank)
     if n <= d:
         _, values, vectors = torch.linalg.svd(centred, full_matrices=False)
     else:
         eigenvalues, columns = torch.linalg.eigh(centred.T @ centred)
         values, vectors = eigenvalues.clamp(min=0).sqrt().flip(0), columns.T.flip(0)
     factor = (values[:kept, None] * vectors[:kept]).float()
-    if kept == min(n - 1, d):
+    if kept == full:
         return factor, torch.zeros(d, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     left = values[kept:, None] * vectors[kept:]  # (rest, d)
     diagonal = left.square().sum(dim=0)
@@ -385,6 +248,10 @@ def _factorise(centred: Tensor, rank: int | None) -> tuple[Tensor, Tensor, Tenso
     return factor, diagonal, off.norm() / values.square().norm().clamp(min=1e-300)
 
 
-def projection(d: int, width: int) -> Tensor:
-    """Directions of the seeded random ReLU features, (d, M), the same on every machine (RanPAC, arXiv 2307.02251)."""
+def random_directions(d: int, width: int) -> Tensor:
+    """Directions of the random ReLU features, (d, M), equal on every machine (RanPAC, arXiv 2307.02251)."""
     return torch.from_numpy(np.random.RandomState(RANDOM_SEED).standard_normal((d, width)))
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

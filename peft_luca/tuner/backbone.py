@@ -1,11 +1,12 @@
-"""What is known of a backbone by itself: its fingerprint, its reference, and whether an expert belongs to it."""
+"""What is known of a backbone: its fingerprint, its [CLS] on the reference pictures, and whether an expert fits it."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -23,29 +24,29 @@ from .layer import LucaLayer
 REFERENCE_PICTURES = 192
 REFERENCE_BATCH = 16
 REFERENCE_SEED = 0
-# A trunk that interpolates its positions is shown pictures of this many patches a side, which takes seconds where its
-# own size would take minutes. Another trunk takes pictures of its own size only.
+# A trunk that interpolates its positions gets pictures of this many patches a side, which takes seconds where its own
+# size would take minutes. Another trunk gets pictures of its own size, the only one that it takes.
 REFERENCE_PATCHES = 8
 INTERPOLATING = ("dinov2", "dinov2_with_registers")
 Reference = tuple[Tensor, Tensor]  # mean and deviation of [CLS], (d,) each
 SAMPLE = 256  # numbers of each tensor that are compared to see whether it was changed
-# Of a model's config, what does not touch [CLS]. Its dtype is in the fingerprint.
+# Entries of a model's config that do not move [CLS]. Its dtype is in the fingerprint.
 NOT_OF_THE_TRUNK = (
     "id2label label2id num_labels problem_type _name_or_path name_or_path transformers_version architectures dtype "
     "torch_dtype return_dict output_attentions output_hidden_states"
 ).split()
 # Largest distance of [CLS] on the reference pictures, in deviations, at which another backbone still counts as the
-# same one: float16 and bfloat16 copies lie below 0.01, other weights above 1 (tests/test_fingerprint.py).
+# same one: float16 and bfloat16 copies are below 0.01, other weights above 1 (tests/tuner/test_backbone.py).
 BACKBONE_TOLERANCE = 0.05
 
 
 def draw_reference_pictures(count: int, size: int, seed: int = REFERENCE_SEED) -> np.ndarray:
     """
-    The reference pictures: one to eight ellipses and boxes of random colours on a plain ground. The same on every
-    machine for the same arguments.
+    Draw the reference pictures: one to eight ellipses and boxes of random colours on a plain ground. They are the same
+    on every machine.
 
     Args:
-        count (`int`): How many; a smaller set is the beginning of a larger one.
+        count (`int`): Number of pictures; a smaller set is the beginning of a larger one.
         size (`int`): Side in pixels.
         seed (`int`, *optional*, defaults to `0`): Seed.
 
@@ -81,8 +82,8 @@ def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor) -> Tenso
     """
     [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`.
 
-    Runs a shallow copy of the model that shares all its modules except the head, so that nothing of the model changes
-    and threads do not meet.
+    Runs a shallow copy of the model that shares all its modules except the head: the model itself is not changed, and
+    several threads may call this at once.
     """
     trunk = parent = _shallow_copy(getattr(model, "_orig_mod", model))
     *path, name = head.name.split(".")
@@ -112,13 +113,13 @@ def _shallow_copy(module: Any) -> Any:
 
 class BackboneFacts:
     """
-    What is known of a backbone by itself, whatever its experts: computed once for the weights that it has.
+    What is known of a backbone, whatever its experts: computed once for the weights that it has.
 
     Attributes:
         fingerprint (`str` or `None`):
             SHA-256 over the sorted digests of the trunk's tensors, without the head and without names. `None` while
             the weights are on the meta device.
-        architecture (`dict`): The model's class and its config, without what does not touch [CLS].
+        architecture (`dict`): The model's class and its config, without the entries that do not move [CLS].
     """
 
     _known: ClassVar[WeakKeyDictionary[nn.Module, BackboneFacts]] = WeakKeyDictionary()
@@ -142,9 +143,9 @@ class BackboneFacts:
     @classmethod
     def of(cls, model: nn.Module, head_name: str) -> BackboneFacts:
         """
-        Facts of a model whose head is called `head_name`, anew only when a tensor of the trunk was changed. An edit
-        through `.data`, of which torch keeps no count, is seen by a sample of each tensor's numbers: one of a few
-        numbers may be missed.
+        Facts of a model whose head is called `head_name`, computed anew only when a tensor of the trunk was changed.
+        torch does not count edits through `.data`: they are noticed by a sample of each tensor's numbers, which may
+        miss an edit of a few numbers.
         """
         tensors = [
             value
@@ -160,39 +161,40 @@ class BackboneFacts:
     @torch.no_grad()
     def reference(self, read: Callable[[Tensor], Tensor]) -> Reference:
         """
-        Mean and deviation of [CLS] over the reference pictures, in float32.
+        Mean and deviation of [CLS] over the reference pictures, in float32. Computed once.
 
         Args:
             read (function): pixel values `(batch, channels, size, size)`, in [-1, 1], → [CLS] `(batch, d)`.
 
         Raises:
-            ValueError: the backbone's config does not say what images it takes.
+            ValueError: the weights are on the meta device, or the config does not say what images the backbone takes.
         """
-        if self._reference is None:
-            if self.fingerprint is None:
-                raise ValueError(
-                    "the reference needs the backbone's weights, which are on the meta device. Load them with "
-                    "AutoModelForImageClassification.from_pretrained, outside of torch.device('meta')."
-                )
-            size = self.image_size
-            if size is None or self.dtype is None:
-                raise ValueError(
-                    "the reference needs config.image_size and the backbone's weights, and this model lacks them. Use "
-                    "LucaConfig(reference=False) to train on [CLS] as it is."
-                )
-            if self.model_type in INTERPOLATING and self.patch_size:
-                size = min(size, REFERENCE_PATCHES * self.patch_size)
-            pictures = torch.from_numpy(draw_reference_pictures(REFERENCE_PICTURES, size)).permute(0, 3, 1, 2)
-            if self.channels != 3:
-                pictures = pictures.float().mean(dim=1, keepdim=True).expand(-1, self.channels, -1, -1)
-            features = [
-                read((batch.to(self.device) / 127.5 - 1).to(self.dtype)).double()
-                for batch in tqdm(pictures.split(REFERENCE_BATCH), desc="Reference pictures", leave=False, delay=2)
-            ]
-            z = torch.cat(features)  # (pictures, d)
-            # A dimension that never moves says nothing: leave it as it is.
-            std = z.std(dim=0)
-            self._reference = (z.mean(dim=0).float(), torch.where(std > 1e-6, std, torch.ones_like(std)).float())
+        if self._reference is not None:
+            return self._reference
+        if self.fingerprint is None:
+            raise ValueError(
+                "the reference needs the backbone's weights, which are on the meta device. Load them with "
+                "AutoModelForImageClassification.from_pretrained, outside of torch.device('meta')."
+            )
+        size = self.image_size
+        if size is None or self.dtype is None:
+            raise ValueError(
+                "the reference needs config.image_size and the backbone's weights, and this model lacks them. Use "
+                "LucaConfig(reference=False) to train on [CLS] as it is."
+            )
+        if self.model_type in INTERPOLATING and self.patch_size:
+            size = min(size, REFERENCE_PATCHES * self.patch_size)
+        pictures = torch.from_numpy(draw_reference_pictures(REFERENCE_PICTURES, size)).permute(0, 3, 1, 2)
+        if self.channels != 3:
+            pictures = pictures.float().mean(dim=1, keepdim=True).expand(-1, self.channels, -1, -1)
+        features = [
+            read((batch.to(self.device) / 127.5 - 1).to(self.dtype)).double()
+            for batch in tqdm(pictures.split(REFERENCE_BATCH), desc="Reference pictures", leave=False, delay=2)
+        ]
+        z = torch.cat(features)  # (pictures, d)
+        std = z.std(dim=0)
+        # A dimension that never moves is left as it is.
+        self._reference = (z.mean(dim=0).float(), torch.where(std > 1e-6, std, torch.ones_like(std)).float())
         return self._reference
 
 
@@ -200,7 +202,7 @@ def fingerprint(tensors: list[Tensor]) -> str:
     """SHA-256 over the sorted digests of tensors: of their type, shape and bytes, not of their names or order."""
     digests = []
     for tensor in tensors:
-        if type(tensor) not in (Tensor, nn.Parameter):  # torchao's quantised tensors have no bytes of their own
+        if type(tensor) not in (Tensor, nn.Parameter):  # torchao's quantized tensors have no bytes of their own
             tensor = tensor.dequantize()
         digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -209,7 +211,7 @@ def fingerprint(tensors: list[Tensor]) -> str:
 
 
 def sample(tensors: list[Tensor]) -> bytes:
-    """Some hundred numbers of each tensor, as bytes; nothing of quantised tensors and of those on the meta device."""
+    """Some hundred numbers of each tensor, as bytes. Quantized tensors and those on the meta device are left out."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta:
@@ -218,8 +220,13 @@ def sample(tensors: list[Tensor]) -> bytes:
     return b"".join(torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes() for parts in kinds.values())
 
 
+def _first(value: Any) -> int | None:
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return first if isinstance(first, int) else None
+
+
 def reference_distance(saved: Reference, measured: Reference) -> float:
-    """How far two references are apart, in deviations: root mean square over the dimensions of [CLS]."""
+    """Distance of two references, in deviations: root mean square over the dimensions of [CLS]."""
     (mean, std), (other_mean, other_std) = saved, measured
     if mean.shape != other_mean.shape:
         return float("inf")
@@ -228,12 +235,8 @@ def reference_distance(saved: Reference, measured: Reference) -> float:
     return float(torch.maximum(shift.square().mean(), spread.square().mean()).sqrt())
 
 
-def _first(value: Any) -> int | None:
-    first = value[0] if isinstance(value, (list, tuple)) and value else value
-    return first if isinstance(first, int) else None
-
-
 def is_identity(mean: Tensor, std: Tensor) -> bool:
+    """Whether a reference was never computed."""
     return bool((mean == 0).all() and (std == 1).all())
 
 
@@ -241,11 +244,11 @@ def check_backbone(
     model: nn.Module, head: Head, config: LucaConfig, adapter_name: str, state_dict: Mapping[str, Tensor]
 ) -> None:
     """
-    Compare the backbone with the one that an expert was trained on, before its weights are loaded: by fingerprint, and
-    where that differs (another dtype, a quantised trunk) by [CLS] on the reference pictures.
+    Compare the backbone with the one on which an expert was trained, before anything is changed: by fingerprint, and
+    where that differs (another dtype, a quantized trunk) by [CLS] on the reference pictures.
 
     Raises:
-        ValueError: it is another backbone, and `allow_mismatch` is not set.
+        ValueError: it is another backbone, and `config.allow_mismatch` is not set.
     """
     if config.allow_mismatch or config.fingerprint is None:
         return
@@ -257,12 +260,12 @@ def check_backbone(
         f"({config.base_model_name_or_path or 'unnamed'}), but this one is {backbone.fingerprint[:12]} "
         f"({getattr(model, 'name_or_path', '') or 'unnamed'})"
     )
-    remedy = "Load the backbone it was trained on, or set allow_mismatch=True to load it all the same."
+    remedy = "Load the backbone on which it was trained, or set allow_mismatch=True to load it all the same."
     saved = _saved_reference(state_dict)
     if saved is None:
         raise ValueError(f"{refusal}, and it has no reference to compare [CLS] by. {remedy}")
-
-    distance = reference_distance(saved, backbone.reference(partial(pooled_features, model, head)))
+    with _eval_mode(model):
+        distance = reference_distance(saved, backbone.reference(partial(pooled_features, model, head)))
     if not distance <= BACKBONE_TOLERANCE:
         raise ValueError(
             f"{refusal}: [CLS] on the reference pictures is {distance:.3g} deviations away, more than "
@@ -270,30 +273,39 @@ def check_backbone(
         )
     warnings.warn(
         f"{refusal}. [CLS] on the reference pictures is only {distance:.2g} deviations away, as with another dtype or "
-        "a quantised trunk, so it was loaded.",
+        "a quantized trunk, so it was loaded.",
         stacklevel=2,
     )
 
 
-def _saved_reference(state_dict: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """The reference in an expert's file; `None` where it was never computed."""
-    found = {
-        part: tensor
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switches dropout off for a while."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _saved_reference(tensors: Mapping[str, Tensor]) -> Reference | None:
+    """The reference among an expert's tensors; `None` where it was never computed."""
+    mean, std = (
+        next((tensor for key, tensor in tensors.items() if key.endswith(f"luca_reference_{part}")), None)
         for part in ("mean", "std")
-        for key, tensor in state_dict.items()
-        if key.endswith(f"luca_reference_{part}")
-    }
-    if len(found) < 2 or is_identity(found["mean"], found["std"]):
-        return None
-    return found["mean"], found["std"]
+    )
+    return None if mean is None or std is None or is_identity(mean, std) else (mean, std)
 
 
-def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
+def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: Mapping[str, Tensor]) -> None:
     """
     Refuse weights of another backbone for an expert that the model has already: PEFT then never reads their config.
 
     Raises:
-        ValueError: the reference in the file is another than the expert's.
+        ValueError: the reference in the file differs from the expert's.
     """
     saved = _saved_reference(state_dict)
     here = layer.luca_reference_mean[adapter_name], layer.luca_reference_std[adapter_name]
@@ -304,5 +316,5 @@ def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: dict[s
         raise ValueError(
             f"these weights for expert {adapter_name!r} come from another backbone: their reference is {distance:.3g} "
             f"deviations away from the expert's, more than {BACKBONE_TOLERANCE}. Load them under another name, on the "
-            "backbone they were trained on."
+            "backbone on which they were trained."
         )

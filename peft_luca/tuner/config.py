@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any
 
 from peft import PeftConfig
 from peft.utils import PeftType
 
-from ..utils import check_classes
+from ..utils import InvalidExpertError, check_classes
 
 
 ARRANGEMENTS = ("adapter_calibrator", "calibrator_adapter", "parallel", "adapter", "calibrator")
@@ -16,10 +16,10 @@ NORM_POSITIONS = ("after_residual", "before_residual")
 ROW_INITS = ("class_means", "random", "zeros")
 POOLED = ("cls", "any")
 
-# In every adapter_config.json, for whom PEFT tells no more than KeyError: 'LUCA'.
+# Written into every adapter_config.json: all that PEFT says without this package is KeyError: 'LUCA'.
 READ_WITH = "peft_luca: pip install peft-luca, then `import peft_luca` before loading this with PEFT"
 
-# What a field left at None becomes, unless a recipe of the trainer fills it first.
+# Values of the fields that are left at None, unless a recipe of the trainer fills them first.
 OWN_RECIPE: dict[str, Any] = {"scale": 20.0, "positive_scale": True, "init_rows": "class_means", "reference": True}
 
 
@@ -31,8 +31,8 @@ class LucaConfig(PeftConfig):
 
     Args:
         classes (`list[str]`, *optional*):
-            Names of the expert's classes, in the order of its rows. Classes are known by their names everywhere: the
-            same name in two experts is the same class. Defaults to the names in the base model's `config.id2label`.
+            Names of the expert's classes, in the order of its rows. The same name in two experts is the same class.
+            Defaults to the names in the base model's `config.id2label`.
         reduction (`int`, *optional*, defaults to `16`):
             Both branches are `d // reduction` wide, where d is the width of [CLS] (768 → 48).
         adapter_width (`int`, *optional*):
@@ -43,29 +43,29 @@ class LucaConfig(PeftConfig):
             `"adapter_calibrator"` is the method: learn, then calibrate. `"calibrator_adapter"`, `"parallel"`
             (z ⊙ gate(z) + LN(mlp(z))), `"adapter"` and `"calibrator"` are the paper's ablations.
         norm_position (`str`, *optional*, defaults to `"after_residual"`):
-            LayerNorm of the adapter after the residual sum, as in the authors' code, or `"before_residual"`, on the
-            MLP branch alone, as their README has it. The parallel arrangement has no residual sum.
+            Position of the adapter's LayerNorm: after the residual sum, as in the authors' code, or
+            `"before_residual"`, on the MLP branch alone, as in their README. The parallel arrangement has no residual.
         scale (`float`, *optional*, defaults to `20.0`):
-            Where σ, the learned scale of the cosine rows, starts.
+            Initial value of σ, the learned scale of the cosine logits σ · cos(LuCA(z), row).
         positive_scale (`bool`, *optional*, defaults to `True`):
             Use |σ|, which cannot turn negative. `False` is the authors' free σ.
         init_rows (`str`, *optional*, defaults to `"class_means"`):
-            How new cosine rows start: `"random"`, `"zeros"`, or `"class_means"` of the standardised [CLS], which
-            [`ContinualTrainer`] computes before it trains. Where nobody does, they start at random.
+            Initial class rows: `"random"`, `"zeros"`, or `"class_means"` of the standardized [CLS], which
+            [`ContinualTrainer`] computes before it trains. Without it, they start at random.
         reference (`bool`, *optional*, defaults to `True`):
-            Standardise [CLS] by the backbone's mean and deviation over a fixed set of drawn pictures (see
-            [`LucaModel.compute_reference`]) before LuCA. Until that has been computed it is the identity.
+            Standardize [CLS] before LuCA by the backbone's mean and deviation over a fixed set of drawn pictures (see
+            [`LucaModel.compute_reference`]). Until that has been computed it is the identity.
         pooled (`str`, *optional*, defaults to `"cls"`):
-            `"cls"` accepts only models whose head reads [CLS]; `"any"` accepts whatever pooled vector the head reads,
-            which is outside the method.
+            `"cls"` accepts only models whose head reads [CLS]. `"any"` accepts any pooled vector, which is outside
+            the method.
         target_modules (`str` or `list[str]`, *optional*):
-            Name of the model's head. Found without this for the image classifiers of transformers.
+            Name of the model's head. Not needed for the image classifiers of transformers.
         fingerprint (`str`, *optional*):
-            Digest of the backbone that the expert was made on. Filled in by [`LucaModel`].
+            Digest of the backbone on which the expert was trained. Filled in by [`LucaModel`].
         allow_mismatch (`bool`, *optional*, defaults to `False`):
-            Load the expert even on a backbone it was not trained on. Not saved.
+            Load the expert even on a backbone on which it was not trained. Not saved.
         read_with (`str`, *optional*):
-            What a reader of the file needs in order to load it. Filled in.
+            What is needed to load the file. Filled in.
 
     Raises:
         ValueError: a field has a value that is not among those above, or `task_type` is set.
@@ -76,50 +76,52 @@ class LucaConfig(PeftConfig):
     adapter_width: int | None = field(default=None, metadata={"help": "Width of the adapter's bottleneck."})
     calibrator_width: int | None = field(default=None, metadata={"help": "Width of the calibrator's bottleneck."})
     arrangement: str = field(
-        default="adapter_calibrator", metadata={"help": "How the branches are put together.", "choices": ARRANGEMENTS}
+        default="adapter_calibrator", metadata={"help": "Order of the two branches.", "choices": ARRANGEMENTS}
     )
     norm_position: str = field(
-        default="after_residual", metadata={"help": "Where the adapter's LayerNorm sits.", "choices": NORM_POSITIONS}
+        default="after_residual", metadata={"help": "Position of the adapter's LayerNorm.", "choices": NORM_POSITIONS}
     )
-    scale: float | None = field(default=None, metadata={"help": "Where the learned scale of the rows starts."})
-    positive_scale: bool | None = field(default=None, metadata={"help": "Keep the scale positive."})
-    init_rows: str | None = field(default=None, metadata={"help": "How new rows start.", "choices": ROW_INITS})
-    reference: bool | None = field(default=None, metadata={"help": "Standardise [CLS] by the reference pictures."})
-    pooled: str = field(default="cls", metadata={"help": "Which input of the head is accepted.", "choices": POOLED})
+    scale: float | None = field(default=None, metadata={"help": "Initial value of the learned scale."})
+    positive_scale: bool | None = field(
+        default=None, metadata={"help": "Keep the scale positive.", "choices": (True, False)}
+    )
+    init_rows: str | None = field(default=None, metadata={"help": "Initial class rows.", "choices": ROW_INITS})
+    reference: bool | None = field(
+        default=None, metadata={"help": "Standardize [CLS] by the reference pictures.", "choices": (True, False)}
+    )
+    pooled: str = field(default="cls", metadata={"help": "Accepted input of the head.", "choices": POOLED})
     target_modules: list[str] | str | None = field(default=None, metadata={"help": "Name of the model's head."})
     fingerprint: str | None = field(default=None, metadata={"help": "Digest of the backbone. Filled in."})
     allow_mismatch: bool = field(default=False, metadata={"help": "Load on another backbone too. Not saved."})
     read_with: str = field(default=READ_WITH, metadata={"help": "What loads this file. Filled in."})
+    # Not a field: files of peft_luca 0.1 have the key, and PEFT passes each key of a file to the constructor.
+    head: InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, head: str | None) -> None:
         super().__post_init__()
-        self.read_with = READ_WITH
-        self.filled: set[str] = set()  # fields that were left unset and have been filled
+        if head not in (None, "cosine"):
+            raise InvalidExpertError(
+                f"the expert has head={head!r}, but every expert has cosine rows since linear heads were removed. "
+                "Train it again with this version, or use it with peft-luca 0.1."
+            )
         self.peft_type = PeftType["LUCA"]
+        self.read_with = READ_WITH
+        self.filled: set[str] = set()  # fields that were left at None and have been filled
         if self.task_type is not None:
             raise ValueError(
                 f"task_type is {self.task_type!r}, but LucaConfig needs task_type=None: PEFT has no type for images, "
                 "and its types would move the head away from the expert, which owns its class rows."
             )
-        for name, allowed in (
-            ("arrangement", ARRANGEMENTS),
-            ("norm_position", NORM_POSITIONS),
-            ("pooled", POOLED),
-            ("init_rows", (None, *ROW_INITS)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}."
-                )
+        for entry in fields(self):
+            choices, value = entry.metadata.get("choices"), getattr(self, entry.name)
+            if choices is None or (value is None and entry.default is None):
+                continue
+            if not isinstance(value, type(choices[0])) or value not in choices:
+                raise ValueError(f"{entry.name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
         for name in ("reduction", "adapter_width", "calibrator_width"):
             value = getattr(self, name)
-            if value is None and name != "reduction":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not (type(value) is int and value >= 1) and (value is not None or name == "reduction"):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-        for name in ("positive_scale", "reference"):
-            if not isinstance(getattr(self, name), (bool, type(None))):
-                raise ValueError(f"{name} must be True, False or None, got {getattr(self, name)!r}.")
         number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
         if self.scale is not None and not (number and 0.0 < self.scale < 3.4e38):  # σ is a float32
             raise ValueError(f"scale must be a finite number above 0, got {self.scale!r}.")
@@ -127,7 +129,7 @@ class LucaConfig(PeftConfig):
             self.classes = check_classes(self.classes)
 
     def resolve(self, defaults: dict[str, Any] | None = None) -> LucaConfig:
-        """Fill the fields left at None from `defaults` (the own recipe when not given), in place."""
+        """Fill the fields left at None from `defaults` ([`OWN_RECIPE`] when not given), in place."""
         for name, value in (OWN_RECIPE if defaults is None else defaults).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -135,11 +137,8 @@ class LucaConfig(PeftConfig):
         return self
 
     def template(self) -> LucaConfig:
-        """A copy to make other experts by: unset where it was left unset, and of no backbone yet."""
-        template = replace(self, fingerprint=None, inference_mode=False)
-        for name in self.filled:
-            setattr(template, name, None)
-        return template
+        """Returns a copy for other experts: what was filled in is None again, and no backbone is named."""
+        return replace(self, fingerprint=None, inference_mode=False, **dict.fromkeys(self.filled))
 
     def widths(self, width: int) -> tuple[int, int]:
         """
@@ -149,7 +148,7 @@ class LucaConfig(PeftConfig):
             width (`int`): d, the width of [CLS].
 
         Raises:
-            ValueError: the reduction leaves nothing of it.
+            ValueError: the reduction is larger than d.
         """
         reduced = width // self.reduction
         widths = (self.adapter_width or reduced, self.calibrator_width or reduced)

@@ -1,42 +1,12 @@
-"""Class statistics: what they sum to, what they keep, and the classifiers made of them, against plain float64."""
+"""Class statistics: what they sum to, what a rank keeps, and what pooling them gives, against plain float64."""
 
 import copy
-import json
-import math
-import os
-import resource
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from fake_experts import NAMES, D, images
 
-from peft_luca import InvalidExpertError
-from peft_luca.routing.discriminants import Gaussian, Prototype, Ridge
-from peft_luca.routing.statistics import (
-    STATISTICS_FORMAT,
-    STATISTICS_NAME,
-    ClassStatistics,
-    pool,
-    projection,
-    unit_features,
-)
-
-
-NAMES = ("ant", "bee", "cat", "dog", "eel")
-D = 12
-
-
-def images(seed=0, sizes=(30, 9, 14, 2, 1)):
-    """Unit features of five classes of different size and shape, in float64, and their labels."""
-    generator = torch.Generator().manual_seed(seed)
-    x = [
-        torch.randn(n, D, generator=generator).double() @ torch.randn(D, D, generator=generator).double()
-        + 3 * torch.randn(D, generator=generator).double()
-        for n in sizes
-    ]
-    labels = torch.cat([torch.full((n,), k) for k, n in enumerate(sizes)])
-    order = torch.randperm(len(labels), generator=generator)
-    return unit_features(torch.cat(x))[order], labels[order]
+from peft_luca.routing.statistics import ClassStatistics, pool, random_directions, unit_features
 
 
 def part(x, y, names, **options):
@@ -48,7 +18,7 @@ def part(x, y, names, **options):
 
 def same(one, other):
     """Whether two statistics are the same in every bit."""
-    first, second = one._tensors(), other._tensors()
+    first, second = one.tensors(), other.tensors()
     return (
         one.classes == other.classes
         and first.keys() == second.keys()
@@ -56,7 +26,17 @@ def same(one, other):
     )
 
 
-def test_collects_what_numpy_style_sums_give():
+def test_unit_features_are_standardized_and_of_length_one():
+    z = torch.randn(5, D, generator=torch.Generator().manual_seed(0))
+    mean, std = torch.full((D,), 0.5).double(), torch.full((D,), 2.0).double()
+    expected = (z - 0.5) / 2
+    torch.testing.assert_close(unit_features(z, mean, std), expected / expected.norm(dim=1, keepdim=True))
+    torch.testing.assert_close(unit_features(z), z / z.norm(dim=1, keepdim=True))
+    assert unit_features(z.half()).dtype == torch.float16
+    assert not unit_features(torch.zeros(2, D)).any()
+
+
+def test_collected_statistics_are_the_sums_written_out():
     x, y = images()
     statistics = ClassStatistics.collect(x, y, NAMES, rank=None)
     for k in range(5):
@@ -66,9 +46,31 @@ def test_collects_what_numpy_style_sums_give():
         torch.testing.assert_close(statistics.means[k], own.mean(0))
         torch.testing.assert_close(statistics.scatter(k), centred.T @ centred, rtol=0, atol=1e-6)
     assert not statistics.errors.any()
+    scatter = sum(statistics.scatter(k) for k in range(5))
+    torch.testing.assert_close(statistics.within[0], scatter / (len(y) - 5), rtol=0, atol=1e-6)
+    assert statistics.within[1] == len(y) - 5
 
 
-@pytest.mark.parametrize("seed", range(3))
+def test_features_may_be_prepared_block_by_block(monkeypatch):
+    x, y = images()
+    whole = ClassStatistics.collect(x, y, NAMES, random_features=6)
+    monkeypatch.setattr("peft_luca.routing.statistics.BLOCK", 7)
+    seen = []
+
+    def prepare(rows):
+        seen.append(len(rows))
+        assert rows.dtype == torch.float64
+        return unit_features(rows)
+
+    blocks = ClassStatistics.collect(3 * x.float(), y, NAMES, random_features=6, prepare=prepare)
+    assert max(seen[5:]) == 7
+    for name, tensor in blocks.tensors().items():
+        if name != "factors":  # of which any rotation is as good
+            torch.testing.assert_close(tensor, whole.tensors()[name], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(blocks.within[0], whole.within[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(2))
 def test_any_composition_gives_what_one_pass_gives(seed):
     x, y = images(seed, (40, 31, 22, 13, 4))
     whole = ClassStatistics.collect(x, y, NAMES, rank=None, random_features=20)
@@ -86,25 +88,32 @@ def test_any_composition_gives_what_one_pass_gives(seed):
     for k in range(5):
         error = (pooled.scatter(k) - whole.scatter(k)).norm() / whole.scatter(k).norm()
         assert error < 1e-6
+    assert (pooled.gram.dtype, pooled.random_sums.dtype) == (torch.float64, torch.float64)
     assert (pooled.gram - whole.gram).norm() / whole.gram.norm() < 1e-6
     torch.testing.assert_close(pooled.random_sums, whole.random_sums)
 
 
-def test_order_and_company_change_no_bit():
+def test_the_order_of_experts_changes_no_bit_and_a_deleted_expert_leaves_no_trace():
     x, y = images()
     parts = {"b": part(x, y, ["cat", "ant"]), "a": part(x, y, ["bee"]), "c": part(x, y, ["ant", "dog"])}
-    turned = {name: parts[name] for name in ("c", "a", "b")}
-    assert same(pool(parts), pool(turned))
-    untouched = copy.deepcopy(parts)
-    pool(parts)
-    assert all(same(parts[name], untouched[name]) for name in parts)
-    without = {name: parts[name] for name in ("b", "a")}
-    del parts["c"]
-    assert same(pool(parts), pool(without))
+    before = copy.deepcopy(parts)
+    assert same(pool(parts), pool({name: parts[name] for name in ("c", "a", "b")}))
+    assert all(same(parts[name], before[name]) for name in parts)
+    del before["c"], parts["c"]
+    assert same(pool(parts), pool(before))
+
+
+def test_random_features_are_pooled_only_if_all_experts_have_equally_many():
+    x, y = images()
+    first = part(x, y, ["cat"], random_features=4)
+    for width in (0, 5):
+        pooled = pool({"s": first, "t": part(x, y, ["ant"], random_features=width)})
+        assert pooled.gram is None
+        assert pooled.random_sums is None
 
 
 @pytest.mark.parametrize("rank", [0, 3, 8])
-def test_states_the_error_of_a_low_rank(rank):
+def test_the_error_of_a_low_rank_is_stated(rank):
     x, y = images()
     full, low = (ClassStatistics.collect(x, y, NAMES, rank=r) for r in (None, rank))
     for k in range(5):
@@ -115,276 +124,6 @@ def test_states_the_error_of_a_low_rank(rank):
         assert float(low.errors[k]) == pytest.approx(float(error), abs=1e-5)
     assert low.errors[0] > 0
     assert low.errors[3] == 0 or rank == 0  # two images span one direction
-
-
-def test_file_gives_back_the_same(tmp_path):
-    x, y = images()
-    statistics = ClassStatistics.collect(x, y, NAMES, rank=4, random_features=6)
-    statistics.save(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == [STATISTICS_NAME]
-    assert same(ClassStatistics.load(tmp_path), statistics)
-    assert statistics.nbytes == pytest.approx((tmp_path / STATISTICS_NAME).stat().st_size, abs=1200)
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """A sound file, and a way to write it anew with some of it changed."""
-    x, y = images()
-    ClassStatistics.collect(x, y, NAMES, rank=4, random_features=6).save(tmp_path)
-    tensors = load_file(tmp_path / STATISTICS_NAME)
-    about = {"format": 1, "classes": list(NAMES)}
-
-    def spoil(about=about, **changes):
-        changed = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
-        metadata = about if about is None else {"statistics": about if isinstance(about, str) else json.dumps(about)}
-        save_file(
-            {name: tensor.contiguous() for name, tensor in changed.items()}, tmp_path / STATISTICS_NAME, metadata
-        )
-        return tmp_path
-
-    return tensors, spoil
-
-
-PARTS = ["counts", "means", "factors", "remainder", "errors", "factor_rows", "gram", "random_sums"]
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_refuses_a_file_whose_tensors_are_not_those_of_statistics(saved, name):
-    tensors, spoil = saved
-    wrong = torch.int32 if tensors[name].dtype == torch.int64 else torch.float16
-    for broken, message in (
-        (tensors[name][:-1], "has the shape|and 12 together"),
-        (tensors[name].to(wrong), rf"{name} has the dtype '[IF]\d+', and must be of [IF]\d+\."),
-        (tensors[name][..., None], f"{name} has the shape"),
-        (None, rf"missing \['{name}'\]|its (means|factors|gram) has the shape None"),
-    ):
-        with pytest.raises(InvalidExpertError, match=message) as caught:
-            ClassStatistics.load(spoil(**{name: broken}))
-        assert "or use a router that needs none" in str(caught.value)
-    if tensors[name].is_floating_point():
-        for number in (math.nan, math.inf, -math.inf):
-            with pytest.raises(InvalidExpertError, match=f"{name} holds numbers that are not finite"):
-                ClassStatistics.load(spoil(**{name: tensors[name].clone().fill_(number)}))
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("counts", lambda t: t - 1, "counts must be whole numbers from 1 to"),
-        ("counts", lambda t: t + 0.5, "counts must be whole numbers from 1 to"),
-        ("counts", lambda t: t * 1e13, "counts must be whole numbers from 1 to"),
-        (
-            "factor_rows",
-            lambda t: t - 5,
-            "factor_rows must be from 0 to 12, below the classes' counts, and 13 together",
-        ),
-        ("factor_rows", lambda t: t.roll(1), "factor_rows must be from 0"),
-        ("factor_rows", lambda t: t + 2**62, "factor_rows must be from 0"),
-        ("means", lambda t: t * 2, "means must be those of features of length 1"),
-        ("means", lambda t: t * 1e300, "means must be those of features of length 1"),
-        ("factors", lambda t: t * 1e3, "spread wider than features of length 1 can"),
-        ("factors", lambda t: t * 1e18, "spread wider than features of length 1 can"),
-        ("remainder", lambda t: t + 1e30, "spread wider than features of length 1 can"),
-        ("remainder", lambda t: t - 1, "remainder must not be below 0"),
-        ("errors", lambda t: t - 1, "errors must be from 0 to 1"),
-        ("errors", lambda t: t + 2, "errors must be from 0 to 1"),
-        ("gram", lambda t: t * 1e6, "gram must be that of 56 images"),
-        ("random_sums", lambda t: -t - 1, "random_sums must be from 0"),
-        ("random_sums", lambda t: t * 1e6, "random_sums must be from 0"),
-    ],
-)
-def test_refuses_numbers_that_no_features_have(saved, name, change, message):
-    tensors, spoil = saved
-    with pytest.raises(InvalidExpertError, match=message):
-        ClassStatistics.load(spoil(**{name: change(tensors[name])}))
-
-
-@pytest.mark.parametrize(
-    ("about", "message"),
-    [
-        (None, "does not say of which classes they are"),
-        ("not json", "what its header says of itself"),
-        ("[]", "holds a list, not an object"),
-        ({"format": 99, "classes": list(NAMES)}, "its format is 99, and this version reads 1"),
-        ({"format": 1}, "its classes must be a list, got None"),
-        ({"format": 1, "classes": "ant"}, "its classes must be a list, got 'ant'"),
-        ({"format": 1, "classes": ["ant", "ant"]}, "each class may be named once"),
-        ({"format": 1, "classes": ["ant", 3]}, "non-empty strings"),
-        ({"format": 1, "classes": ["ant", "\x1b[31m"]}, "no control characters"),
-        ({"format": 1, "classes": ["ant"]}, r"counts has the shape \[5\], and must have \[1\]"),
-    ],
-)
-def test_refuses_a_header_that_says_nothing_sound(saved, about, message):
-    with pytest.raises(InvalidExpertError, match=message):
-        ClassStatistics.load(saved[1](about))
-
-
-def test_refuses_more_rows_than_there_are_dimensions(saved):
-    """Of which a classifier would need memory by their square, or, of no dimensions, any number in no bytes."""
-    tensors, spoil = saved
-    counts = torch.tensor([100, 9, 14, 2, 1]).double()
-    rows = torch.tensor([D + 1, 0, 0, 0, 0])
-    with pytest.raises(InvalidExpertError, match="factor_rows must be from 0 to 12, below the classes' counts"):
-        ClassStatistics.load(spoil(counts=counts, factor_rows=rows, factors=torch.zeros(D + 1, D)))
-    rows[0], counts[0] = 10**9, 10**10
-    nothing = {"means": tensors["means"][:, :0], "remainder": tensors["remainder"][:, :0]}
-    with pytest.raises(InvalidExpertError, match=r"its means has the shape \[5, 0\]"):
-        ClassStatistics.load(spoil(counts=counts, factor_rows=rows, factors=torch.zeros(10**9, 0), **nothing))
-
-
-@pytest.mark.parametrize("content", [b"", b"x" * 7, b"\xff" * 100, b"{}" * 50])
-def test_refuses_what_is_no_safetensors_file(tmp_path, content):
-    (tmp_path / STATISTICS_NAME).write_bytes(content)
-    with pytest.raises(InvalidExpertError, match="is not a whole safetensors file"):
-        ClassStatistics.load(tmp_path)
-    (tmp_path / STATISTICS_NAME).unlink()
-    with pytest.raises(InvalidExpertError, match="cannot be read"):
-        ClassStatistics.load(tmp_path)
-
-
-def test_nothing_is_read_of_a_file_that_its_header_does_not_fill(saved):
-    path = saved[1]() / STATISTICS_NAME
-    os.truncate(path, 2**30)  # sparse
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(InvalidExpertError, match="its tensors do not fill it"):
-        ClassStatistics.load(path.parent)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
-    os.truncate(path, 2**40)
-    with pytest.raises(InvalidExpertError, match="has 1099511627776 bytes, more than"):
-        ClassStatistics.load(path.parent)
-
-
-def test_refuses_a_class_without_images_and_numbers_that_are_none():
-    x, y = images()
-    with pytest.raises(ValueError, match="an image of every class"):
-        ClassStatistics.collect(x, y, [*NAMES, "fox"])
-    with pytest.raises(ValueError, match="finite"):
-        ClassStatistics.collect(x / 0, y, NAMES)
-
-
-def covariances(x, y):
-    """Class means, class covariances (zero for one image) and the pooled one, written out."""
-    means = torch.stack([x[y == k].mean(0) for k in range(5)])
-    scatter = torch.stack([(x[y == k] - means[k]).T @ (x[y == k] - means[k]) for k in range(5)])
-    counts = torch.bincount(y).double()
-    own = scatter / (counts - 1).clamp(min=1)[:, None, None]
-    return means, own, scatter.sum(0) / (len(y) - 5), counts
-
-
-@pytest.mark.parametrize("strengths", [(None, None, 0.0), (0.8, None, 0.0), (0.3, 0.05, 1.0), (1.0, 0.2, 0.5)])
-def test_gaussian_is_the_discriminant_written_out(strengths):
-    shrinkage, sphere, volume = strengths
-    x, y = images()
-    means, own, pooled, counts = covariances(x, y)
-    statistics = ClassStatistics.collect(x, y, NAMES, rank=None)
-    gaussian = Gaussian(statistics, shrinkage, sphere, volume, temperature=2.0)
-    alphas = 1 / (1 + 0.13 * (counts - 1) ** 0.25) if shrinkage is None else torch.full_like(counts, shrinkage)
-    alphas = torch.where(counts > 1, alphas, 1.0)
-    if sphere is None:
-        variance = (1 - alphas) ** 2 / (counts - 1).clamp(min=1) + alphas**2 / (len(y) - 5)
-        trace, square = pooled.trace(), pooled.square().sum()
-        sphere = (square + trace**2) / (square - trace**2 / D) * (counts * variance).sum() / len(y)
-        assert gaussian.sphere == pytest.approx(float(sphere), rel=1e-4)
-        assert 0 < sphere < 1
-    test = images(seed=9)[0]
-    wanted = []
-    for k in range(5):
-        covariance = (1 - alphas[k]) * own[k] + alphas[k] * pooled
-        covariance = (1 - sphere) * covariance + sphere * covariance.trace() / D * torch.eye(D).double()
-        distance = ((test - means[k]) @ torch.linalg.inv(covariance) * (test - means[k])).sum(1)
-        wanted.append(-0.5 * distance - 0.5 * volume * torch.logdet(covariance))
-    wanted = torch.stack(wanted, 1)
-    torch.testing.assert_close(gaussian.scores(test), wanted, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(gaussian.log_posterior(test), (wanted / 2).log_softmax(1), rtol=1e-3, atol=1e-3)
-
-
-def test_prototype_is_the_linear_discriminant_written_out():
-    x, y = images()
-    means, _, pooled, _ = covariances(x, y)
-    prototype = Prototype(ClassStatistics.collect(x, y, NAMES, rank=None), temperature=1.0)
-    trace, square, freedom = pooled.trace(), pooled.square().sum(), len(y) - 5
-    strength = (square + trace**2) / (freedom * (square - trace**2 / D))
-    assert prototype.shrinkage == pytest.approx(float(strength), rel=1e-4)
-    covariance = (1 - strength) * pooled + strength * trace / D * torch.eye(D).double()
-    test = images(seed=9)[0]
-    difference = test[:, None] - means
-    wanted = -0.5 * torch.einsum("bki,ij,bkj->bk", difference, torch.linalg.inv(covariance), difference)
-    torch.testing.assert_close(prototype.log_posterior(test), wanted.log_softmax(1), rtol=1e-4, atol=1e-4)
-
-
-def test_ridge_solves_its_normal_equations_and_takes_the_strength_of_least_gcv():
-    x, y = images()
-    statistics = ClassStatistics.collect(x, y, NAMES, random_features=30)
-    ridge = Ridge(statistics)
-    features, targets = torch.relu(x @ ridge.projection.double()), torch.eye(5).double()[y]
-
-    def solve(strength):
-        hat = features @ torch.linalg.inv(features.T @ features + strength * torch.eye(30)) @ features.T
-        return len(y) * (targets - hat @ targets).square().sum() / (len(y) - hat.trace()) ** 2
-
-    weights = torch.linalg.solve(features.T @ features + ridge.strength * torch.eye(30).double(), features.T @ targets)
-    torch.testing.assert_close(ridge.weights.double(), weights.T, rtol=1e-3, atol=1e-4)
-    assert solve(ridge.strength) <= min(solve(ridge.strength * factor) for factor in (0.1, 0.5, 2, 10)) * 1.0001
-    with pytest.raises(ValueError, match="random features"):
-        Ridge(ClassStatistics.collect(x, y, NAMES))
-
-
-@pytest.mark.parametrize("classifier", [Gaussian, Prototype])
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 2, 1, 1, 1), (60, 1, 1, 1, 1)])
-def test_few_images_give_finite_answers(classifier, sizes):
-    x, y = images(sizes=sizes)
-    posterior = classifier(ClassStatistics.collect(x, y, NAMES, rank=4)).log_posterior(x.float())
-    assert posterior.isfinite().all()
-    torch.testing.assert_close(posterior.exp().sum(1), torch.ones(len(x)))
-    if max(sizes) == 1:
-        assert (posterior.argmax(1) == y).all()
-
-
-def test_blocks_change_nothing_but_memory(monkeypatch):
-    x, y = images()
-    gaussian = Gaussian(ClassStatistics.collect(x, y, NAMES))
-    whole = gaussian.scores(x)
-    monkeypatch.setattr("peft_luca.routing.discriminants.BUDGET", 1)
-    torch.testing.assert_close(gaussian.scores(x), whole, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("options", [{"shrinkage": 1.5}, {"temperature": 0.0}, {"sphere": -1.0}])
-def test_refuses_strengths_out_of_range(options):
-    x, y = images()
-    with pytest.raises(ValueError, match=r"between 0 and 1|above 0"):
-        Gaussian(ClassStatistics.collect(x, y, NAMES), **options)
-
-
-def test_what_the_background_explains_better_is_not_known():
-    x, y = images(sizes=(60, 50, 40, 50, 60))
-    statistics = ClassStatistics.collect(x, y, NAMES, rank=None)
-    made = Prototype(statistics, temperature=2.0)
-    centred = x - x.mean(0)
-    total = centred.T @ centred / (len(x) - 1)
-    trace, square = total.trace(), total.square().sum()
-    strength = (square + trace**2) / ((len(x) - 1) * (square - trace**2 / D))
-    total = (1 - strength) * total + strength * trace / D * torch.eye(D).double()
-    test = torch.cat([images(seed=9)[0], x[:5]])
-    background = -0.5 * ((test - x.mean(0)) @ torch.linalg.inv(total) * (test - x.mean(0))).sum(1)
-    # As densities: less half the log-volume, here beside that of the classes.
-    background = background - 0.5 * (torch.logdet(total) + torch.logdet(made.precision.double()))
-    torch.testing.assert_close(made.background.scores(test), background, rtol=1e-3, atol=1e-2)
-    # In full: with the part that all classes share.
-    scores = made.scores(test) - 0.5 * (test @ made.precision.double() * test).sum(1, keepdim=True)
-    total = torch.cat([scores, background[:, None]], 1).div(2.0).softmax(1)[:, :-1].sum(1)
-    torch.testing.assert_close(made.log_known(test).exp(), total, rtol=1e-2, atol=1e-2)
-    assert made.log_known(x).exp().mean() > made.log_known(images(seed=9)[0]).exp().mean()
-    # The classes' own covariances have no say in it.
-    assert torch.equal(Gaussian(statistics).log_known(test), Prototype(statistics).log_known(test))
-
-
-def test_what_files_of_other_machines_depend_on():
-    """Fixed for good: the file's name, its format, its default rank, and the directions of the random features."""
-    assert (STATISTICS_NAME, STATISTICS_FORMAT) == ("statistics.safetensors", 1)
-    x = unit_features(torch.randn(90, 80, generator=torch.Generator().manual_seed(0)).double())
-    assert len(ClassStatistics.collect(x, torch.zeros(90).long(), ["a"]).factors[0]) == 64
-    expected = [[1.76405235, 0.40015721, 0.97873798], [2.2408932, 1.86755799, -0.97727788]]
-    torch.testing.assert_close(projection(2, 3), torch.tensor(expected).double(), rtol=0, atol=1e-7)
 
 
 def test_what_the_ranks_leave_out_adds_up():
@@ -399,25 +138,36 @@ def test_what_the_ranks_leave_out_adds_up():
     assert torch.equal(pooled.errors, torch.maximum(parts["s"].errors, parts["t"].errors))
 
 
-def test_a_missing_class_is_counted_and_sums_keep_their_precision():
+@pytest.mark.parametrize("images_of_a_class", [1, 3])
+def test_an_unknown_spread_is_a_sphere(images_of_a_class):
+    x = torch.eye(2, D).double().repeat_interleave(images_of_a_class, 0)
+    statistics = ClassStatistics.collect(x, torch.arange(2).repeat_interleave(images_of_a_class), ["a", "b"])
+    covariance, freedom = statistics.within
+    assert torch.equal(covariance, torch.eye(D).double() / D)
+    assert freedom == 0.0
+
+
+def test_bytes_and_the_short_form():
     x, y = images()
-    with pytest.raises(ValueError, match=r"the images per label are \[2, 0\]"):
-        ClassStatistics.collect(x[:2], torch.tensor([0, 0]), ["a", "b"])
-    whole = ClassStatistics.collect(x, y, NAMES, random_features=4)
-    assert "gram=" not in repr(whole)
-    assert "random_sums=" not in repr(whole)
-    pooled = pool({"s": whole, "t": whole})
-    assert (pooled.gram.dtype, pooled.random_sums.dtype) == (torch.float64, torch.float64)
+    statistics = ClassStatistics.collect(x, y, NAMES, rank=4, random_features=6)
+    rows = sum(min(n - 1, 4) for n in (30, 9, 14, 2, 1))
+    doubles = 5 + 5 * D + 5 + 5 + 5 * 6  # counts, means, errors, rows per factor, sums of random features
+    assert statistics.nbytes == 8 * doubles + 4 * (rows * D + 5 * D + 6 * 6)
+    assert "gram=" not in repr(statistics)
+    assert "random_sums=" not in repr(statistics)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"features": [[1.0]]}, "features must be a tensor of numbers"),
-        ({"features": torch.zeros(6)}, "features must be a tensor of numbers"),
+        ({"features": [[1.0]]}, "features must be a float tensor of shape .*, got a list"),
+        ({"features": torch.zeros(6)}, r"features must be a float tensor .*, got torch.float32 of shape \(6,\)"),
+        ({"features": torch.full((6, 4), torch.inf)}, "statistics need finite features"),
         ({"labels": torch.zeros(6)}, "labels must be a tensor of 6 positions"),
         ({"labels": torch.tensor([0, 0, 0, 1, 1, -1])}, "labels must be a tensor of 6 positions"),
         ({"labels": [0, 0, 0, 1, 1, 1]}, "labels must be a tensor of 6 positions"),
+        ({"labels": torch.tensor([0, 0, 0, 0, 0, 0])}, r"an image of every class, .* per label are \[6, 0\]"),
+        ({"labels": torch.tensor([0, 0, 0, 1, 1, 2])}, r"per label are \[3, 2, 1\] for the 2 classes"),
         ({"classes": ["a", "a"]}, "each class may be named once"),
         ({"rank": 1.5}, "rank must be a whole number"),
         ({"random_features": -5}, "random_features must be a whole number"),
@@ -429,9 +179,8 @@ def test_collect_says_what_it_needs(changed, message):
         ClassStatistics.collect(**given | changed)
 
 
-@pytest.mark.parametrize("classifier", [Gaussian, Prototype])
-def test_no_images_have_no_posterior(classifier):
-    x, y = images()
-    made = classifier(ClassStatistics.collect(x, y, NAMES))
-    assert made.log_posterior(torch.zeros(0, D)).shape == (0, len(NAMES))
-    assert made.log_known(torch.zeros(0, D)).shape == (0,)
+def test_files_of_other_machines_depend_on_the_default_rank_and_the_random_directions():
+    x = unit_features(torch.randn(90, 80, generator=torch.Generator().manual_seed(0)).double())
+    assert len(ClassStatistics.collect(x, torch.zeros(90).long(), ["a"]).factors[0]) == 64
+    expected = [[1.76405235, 0.40015721, 0.97873798], [2.2408932, 1.86755799, -0.97727788]]
+    torch.testing.assert_close(random_directions(2, 3), torch.tensor(expected).double(), rtol=0, atol=1e-7)

@@ -1,0 +1,275 @@
+"""Publishing experts on the Hub: pushing one or a collection of them, each push in one commit, and finding them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from peft import PeftModel
+from peft.utils import CONFIG_NAME
+from transformers.utils import logging
+
+from ..tuner.model import LucaModel, tuner_of
+from ..utils import check_classes, pluralize, write_json
+from .model_card import (
+    CARD_NAME,
+    PICTURE_NAME,
+    TAGS,
+    class_tag,
+    collection_figures,
+    draw_accuracy_matrix,
+    expert_figures,
+    make_card,
+)
+from .saving import EXPERT_FILES, save_expert, save_experts
+from .validation import MANIFEST_NAME
+
+
+logger = logging.get_logger(__name__)
+
+RESULTS_NAME = "results.json"
+
+
+def push_expert(
+    model: PeftModel,
+    name: str,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    commit_message: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    datasets: str | Sequence[str] | None = None,
+    results: Mapping[str, Any] | None = None,
+    card_data: Mapping[str, Any] | None = None,
+    statistics: bool = True,
+) -> CommitInfo:
+    """
+    Pushes one expert to a Hub repository of its own: a PEFT adapter at its root, and its card, in one commit. Pushing
+    the same again makes no commit.
+
+    Args:
+        model ([`~peft.PeftModel`]): The model.
+        name (`str`): The expert.
+        repo_id (`str`): The repository. It is created if it does not exist.
+        private (`bool`, *optional*): Whether a new repository is private; by default as the owner's settings say.
+        revision (`str`, *optional*): Branch to push to. It is created if it does not exist.
+        token (`str` or `bool`, *optional*): Hub token with the right to write.
+        commit_message (`str`, *optional*): By default one that names the expert.
+        base_model (`str`, *optional*):
+            Hub id of the backbone, by default where the model was loaded from, if that is on the Hub.
+        license (`str`, *optional*): Licence of the expert, for the card.
+        datasets (`str` or `Sequence[str]`, *optional*): Hub ids of the training data, for the card.
+        results (`dict`, *optional*): What a run's `results.json` holds, for the card.
+        card_data (`dict`, *optional*): More metadata for the card, such as `language`, `tags` or `model_name`.
+        statistics (`bool`, *optional*, defaults to `True`): Push its statistics too; see [`save_expert`].
+
+    Returns:
+        [`~huggingface_hub.CommitInfo`]: The commit that has the expert.
+
+    Raises:
+        ValueError: there is no such expert, or the repository holds a collection.
+        RuntimeError: somebody else pushed to the repository at the same time, twice.
+    """
+    api, tuner = HfApi(token=token), tuner_of(model)
+    with tempfile.TemporaryDirectory() as staging:
+        folder = Path(staging)
+        save_expert(model, name, folder, statistics=statistics)
+        base_model = _base_model(api, tuner, base_model)
+        _set_base_model(folder, base_model)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        card = make_card(
+            tuner,
+            repo_id,
+            expert=name,
+            base_model=base_model,
+            license=license,
+            datasets=datasets,
+            results=results,
+            card_data=card_data,
+        )
+        (folder / CARD_NAME).write_text(card, encoding="utf-8")
+        return _mirror(api, folder, repo_id, revision, commit_message or f"Push expert {name}")
+
+
+def push_experts(
+    model: PeftModel,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    commit_message: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    datasets: str | Sequence[str] | None = None,
+    results: Mapping[str, Any] | None = None,
+    card_data: Mapping[str, Any] | None = None,
+    processing_class: Any = None,
+    statistics: bool = True,
+    blocking: bool = True,
+) -> CommitInfo | Future[CommitInfo]:
+    """
+    Pushes all experts of a model to a Hub repository as a collection: one PEFT adapter per subfolder, `experts.json`
+    with their order, classes, fingerprint, metrics and router, and the card, in one commit. Experts from an earlier
+    push that the model no longer has are deleted there. Pushing the same again makes no commit.
+
+    Args:
+        model ([`~peft.PeftModel`]): The model.
+        repo_id (`str`): The repository. It is created if it does not exist.
+        commit_message (`str`, *optional*): By default one with the number of experts.
+        results (`dict`, *optional*): What a run's `results.json` holds; it is pushed too, and shown in the card.
+        processing_class (`BaseImageProcessor`, *optional*): The backbone's image processor, to be pushed too.
+        blocking (`bool`, *optional*, defaults to `True`):
+            `False` takes the model as it is now, and uploads it in the background.
+        private, revision, token, base_model, license, datasets, card_data, statistics: See [`push_expert`].
+
+    Returns:
+        [`~huggingface_hub.CommitInfo`], or a future of it: The commit that has the experts.
+
+    Raises:
+        ValueError: the repository holds a single expert, or the router is a function.
+        RuntimeError: somebody else pushed to the repository at the same time, twice.
+    """
+    api, tuner = HfApi(token=token), tuner_of(model)
+    names = list(tuner.experts)
+    message = commit_message or f"Push {pluralize(len(names), 'expert')}"
+    staging = tempfile.TemporaryDirectory()
+    folder = Path(staging.name)
+    try:
+        save_experts(model, folder, statistics=statistics)
+        base_model = _base_model(api, tuner, base_model)
+        for name in names:
+            _set_base_model(folder / name, base_model)
+        if processing_class is not None:
+            processing_class.save_pretrained(str(folder))
+        picture = False
+        if results is not None:
+            _add_metrics(folder / MANIFEST_NAME, results)
+            write_json(folder / RESULTS_NAME, results)
+            picture = draw_accuracy_matrix(results, folder / PICTURE_NAME)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        card = make_card(
+            tuner,
+            repo_id,
+            base_model=base_model,
+            license=license,
+            datasets=datasets,
+            results=results,
+            card_data=card_data,
+            picture=picture,
+        )
+        (folder / CARD_NAME).write_text(card, encoding="utf-8")
+    except BaseException:
+        staging.cleanup()
+        raise
+
+    def upload() -> CommitInfo:
+        with staging:
+            return _mirror(api, folder, repo_id, revision, message)
+
+    return upload() if blocking else api.run_as_future(upload)
+
+
+def list_experts(
+    *,
+    author: str | None = None,
+    base_model: str | None = None,
+    classes: Sequence[str] = (),
+    token: str | bool | None = None,
+) -> list[ModelInfo]:
+    """
+    Lists experts and collections on the Hub, by the tags of their cards.
+
+    Args:
+        author (`str`, *optional*): User or organisation.
+        base_model (`str`, *optional*): Hub id of the backbone.
+        classes (`Sequence[str]`, *optional*): Class names, all of which the expert or collection must have.
+        token (`str` or `bool`, *optional*): Hub token.
+
+    Returns:
+        `list` of [`~huggingface_hub.ModelInfo`]: Their `id` is what [`load_experts`] takes.
+    """
+    tags = [TAGS[0], "peft", *map(class_tag, check_classes(classes) if classes else ())]
+    if base_model is not None:
+        tags.append(f"base_model:{base_model}")
+    return list(HfApi(token=token).list_models(author=author, filter=tags))
+
+
+def _mirror(api: HfApi, folder: Path, repo_id: str, revision: str | None, commit_message: str) -> CommitInfo:
+    """Mirrors a folder, of one expert or of a collection, to the Hub in one commit, with the card last."""
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files[CARD_NAME] = files.pop(CARD_NAME)
+    for first_try in (True, False):
+        parent = api.model_info(repo_id, revision=revision).sha
+        there = api.list_repo_files(repo_id, revision=parent)
+        if MANIFEST_NAME in files and CONFIG_NAME in there:
+            raise ValueError(f"{repo_id} holds a single expert, not a collection. Push to another repository.")
+        if CONFIG_NAME in files and MANIFEST_NAME in there:
+            raise ValueError(f"{repo_id} holds a collection, not a single expert. Push to another repository.")
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationDelete(path)
+            for path in there
+            if path not in files and (path == PICTURE_NAME or path.split("/", 1)[-1] in EXPERT_FILES)
+        ]
+        operations += [CommitOperationAdd(name, str(path)) for name, path in files.items()]
+        try:
+            return api.create_commit(
+                repo_id, operations, commit_message=commit_message, revision=revision, parent_commit=parent
+            )
+        except HfHubHTTPError as error:
+            if error.response.status_code != 412:
+                raise
+            if not first_try:
+                raise RuntimeError(
+                    f"somebody else pushed to {repo_id} at the same time, twice (412): nothing of this push is there. "
+                    "Look at what is there now, and push again."
+                ) from error
+            logger.warning("Somebody else pushed to %s at the same time (412). Pushing once more.", repo_id)
+    raise AssertionError("unreachable")
+
+
+def _base_model(api: HfApi, tuner: LucaModel, given: str | None) -> str | None:
+    """Returns the Hub id of the backbone: as given, or where it was loaded from if that is on the Hub. Never a path."""
+    name = given or getattr(tuner.model, "name_or_path", None) or None
+    if name is None:
+        return None
+    try:
+        known = not Path(name).exists() and api.repo_exists(name)
+    except HFValidationError:
+        known = False
+    if known:
+        return str(name)
+    if given is not None:
+        raise ValueError(f"base_model must be the id of a model on the Hub, got {given!r}.")
+    warnings.warn(
+        f"the backbone was loaded from {name!r}, which is not on the Hub, so that the card cannot name it. Say "
+        "base_model='owner/name'.",
+        stacklevel=3,
+    )
+    return None
+
+
+def _set_base_model(folder: Path, base_model: str | None) -> None:
+    """Names the backbone in an expert's config by its Hub id, in place of where it was loaded from."""
+    values = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    write_json(folder / CONFIG_NAME, {**values, "base_model_name_or_path": base_model})
+
+
+def _add_metrics(path: Path, results: Mapping[str, Any]) -> None:
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    manifest["metrics"] = collection_figures(results)
+    for entry in manifest["experts"]:
+        entry["metrics"] = expert_figures(results, entry["name"])
+    write_json(path, manifest)

@@ -1,0 +1,309 @@
+"""The backbone's fingerprint, [CLS] by a shallow copy, the reference pictures, and experts of another backbone."""
+
+import hashlib
+import re
+
+import numpy as np
+import pytest
+import torch
+from helpers import D, assert_same, expert_tensors, make_dinov2, make_model, make_vit, pixels, trunk_tensors
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+from peft_luca import LucaConfig, draw_reference_pictures, load_experts, save_expert, save_experts
+from peft_luca.tuner.backbone import (
+    BACKBONE_TOLERANCE,
+    BackboneFacts,
+    check_backbone,
+    fingerprint,
+    pooled_features,
+    reference_distance,
+)
+from peft_luca.tuner.head import find_head
+
+
+def with_references(base):
+    model = make_model({"t": ["a", "b"], "u": ["c"]}, base=base)
+    layer = model.base_model.layer
+    for name in "tu":
+        layer.luca_reference_mean[name].zero_()
+        layer.luca_reference_std[name].fill_(1)
+        model.compute_reference(name)
+    return model
+
+
+# --- the fingerprint ---
+
+
+def test_fingerprint_is_the_digest_of_the_sorted_digests():
+    tensors = [torch.arange(6.0).reshape(2, 3), torch.tensor(3), torch.ones(2).bfloat16()]
+    digests = sorted(
+        hashlib.sha256(header.encode() + content).digest()
+        for header, content in (
+            ("torch.float32 (2, 3) ", np.arange(6, dtype="<f4").tobytes()),
+            ("torch.int64 () ", np.array(3, dtype="<i8").tobytes()),
+            ("torch.bfloat16 (2,) ", bytes.fromhex("803f803f")),
+        )
+    )
+    assert fingerprint(tensors) == hashlib.sha256(b"".join(digests)).hexdigest()
+    assert fingerprint(tensors[::-1]) == fingerprint(tensors)
+    assert fingerprint([tensors[0].T.contiguous().T, *tensors[1:]]) == fingerprint(tensors)  # strides do not count
+    assert fingerprint([tensors[0].reshape(3, 2), *tensors[1:]]) != fingerprint(tensors)
+
+
+def test_fingerprint_is_of_the_trunk_alone_and_not_of_head_or_experts():
+    first = make_model({"t": ["a", "b"]}, base=make_vit(seed=0, num_labels=5))
+    found = first.backbone.fingerprint
+    assert re.fullmatch("[0-9a-f]{64}", found)
+    base = make_vit(seed=0, num_labels=9)
+    base.load_state_dict({k: v for k, v in trunk_tensors(first).items() if "classifier" not in k}, strict=False)
+    second = make_model({"x": ["a", "b", "c"], "y": ["d"]}, base=base)
+    assert second.backbone.fingerprint == found
+    assert second.peft_config["x"].fingerprint == second.peft_config["y"].fingerprint == found
+    assert make_model({"t": ["a"]}, base=make_vit(seed=1)).backbone.fingerprint != found
+
+
+EDITS = {
+    "one bit": lambda weight: weight.view(-1)[:1].copy_(torch.nextafter(weight.view(-1)[:1], torch.tensor(9.0))),
+    "added": lambda weight: weight.add_(0.01),  # torch counts these two
+    "multiplied": lambda weight: weight.data.mul_(1.01),  # and not these
+    "a column": lambda weight: weight.data[:, 7].zero_(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_change_of_the_trunk_is_noticed(edit, inference):
+    model = make_model({"t": ["a", "b"]})
+    before = model.backbone
+    assert model.backbone is before
+    weight = model.get_base_model().vit.layers[1].mlp.fc1.weight
+    with torch.inference_mode(inference), torch.no_grad():
+        EDITS[edit](weight)
+    assert model.backbone.fingerprint != before.fingerprint
+
+
+# --- [CLS] ---
+
+
+@pytest.mark.parametrize("make", [make_vit, make_dinov2])
+@pytest.mark.parametrize("num_labels", [5, 0])
+def test_pooled_features_are_the_trunks_own_cls_with_and_without_experts(make, num_labels):
+    base, x = make(num_labels=num_labels), pixels()
+    head = find_head(base, LucaConfig())
+    expected = base.base_model(x).last_hidden_state[:, 0].detach()
+    modules = dict(base.named_modules())
+    z = pooled_features(base, head.name, head.width, x)
+    assert torch.equal(z, expected)
+    assert z.shape == (6, D)
+    assert not z.requires_grad
+    assert dict(base.named_modules()) == modules
+    model = make_model({"t": ["a", "b"]}, base=base)
+    assert torch.equal(model.pooled_features(x), expected)
+    assert torch.equal(pooled_features(base, head.name, head.width, x), expected)
+
+
+def test_pooled_features_of_a_head_inside_another_module_and_of_a_compiled_model():
+    body = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 8))
+    inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+    model = torch.nn.Sequential(body, inner)
+    model.compile(backend="eager")
+    x = pixels()
+    assert torch.equal(pooled_features(model, "1.1", 8, x), inner[0](body(x)))
+    assert isinstance(inner[1], torch.nn.Linear)
+
+
+def test_a_model_whose_forward_was_replaced_is_refused():
+    base = make_vit()
+    base.forward = base.forward  # as libraries do that wrap it: bound to the model with its head
+    with pytest.raises(RuntimeError, match=r"returned a tensor of shape \(6, 5\) .* its forward was replaced"):
+        pooled_features(base, "classifier", D, pixels())
+
+
+# --- the reference ---
+
+
+def test_reference_pictures_are_the_same_everywhere():
+    pictures = draw_reference_pictures(6, 16)
+    assert pictures.shape == (6, 16, 16, 3)
+    assert pictures.dtype == np.uint8
+    assert hashlib.sha256(pictures.tobytes()).hexdigest().startswith("99e9a21a827636b1")
+    state = np.random.get_state()[1].copy()
+    assert np.array_equal(draw_reference_pictures(3, 16), pictures[:3])
+    assert np.array_equal(np.random.get_state()[1], state)
+    assert not np.array_equal(draw_reference_pictures(6, 16, seed=1), pictures)
+    assert len({picture.tobytes() for picture in pictures}) == 6
+
+
+def exact_reference(model, dtype=torch.float32):
+    """Mean and deviation of [CLS] over 192 drawings in [-1, 1], from the trunk's own output."""
+    pictures = torch.from_numpy(draw_reference_pictures(192, 16)).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        trunk = model.get_base_model().base_model
+        z = trunk((pictures.float() / 127.5 - 1).to(dtype)).last_hidden_state[:, 0].double()
+    mean = z.sum(dim=0) / len(z)
+    return mean, ((z - mean).square().sum(dim=0) / (len(z) - 1)).sqrt()
+
+
+@pytest.mark.parametrize("make", [make_vit, make_dinov2])
+def test_the_reference_is_the_mean_and_deviation_of_cls_over_the_pictures(make):
+    model = with_references(make())
+    mean, std = exact_reference(model)
+    layer = model.base_model.layer
+    for name in "tu":
+        torch.testing.assert_close(layer.luca_reference_mean[name].double(), mean, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer.luca_reference_std[name].double(), std, rtol=1e-4, atol=1e-5)
+
+
+def test_a_reference_that_is_there_is_kept():
+    model = make_model({"t": ["a"]})
+    before = expert_tensors(model, "t")
+    model.compute_reference("t")
+    assert_same(expert_tensors(model, "t"), before)
+
+
+def test_a_dimension_of_cls_that_never_moves_keeps_a_deviation_of_one():
+    facts = BackboneFacts.of(make_vit(num_channels=1), "classifier")
+    images = []
+    mean, std = facts.reference(lambda x: images.append(x) or torch.stack([x[:, 0, 0, 0], 0 * x[:, 0, 0, 0]], dim=1))
+    assert (float(mean[1]), float(std[1])) == (0.0, 1.0)
+    assert 0.1 < float(std[0]) < 1.0
+    assert images[0].shape == (16, 1, 16, 16)  # grey for a backbone of one channel
+    assert len(torch.cat(images)) == 192
+
+
+def test_a_trunk_that_interpolates_gets_small_pictures():
+    sizes = []
+    for patch, expected in ((2, 16), (8, 32)):
+        facts = BackboneFacts.of(make_dinov2(image_size=32, patch_size=patch), "classifier")
+        facts.reference(lambda x: sizes.append(x.shape[-1]) or x[:, 0, 0])
+        assert set(sizes) == {expected}
+        sizes.clear()
+
+
+@pytest.mark.parametrize(
+    ("device", "message"), [("meta", "which are on the meta device"), ("cpu", "needs config.image_size")]
+)
+def test_a_reference_needs_weights_and_a_picture_size(device, message):
+    with torch.device(device):
+        base = make_vit()
+    base.config.__dict__["image_size"] = None
+    model = get_peft_model(base, LucaConfig(classes=["a"]))
+    with pytest.raises(ValueError, match=message):
+        model.compute_reference()
+
+
+def test_reference_distance():
+    mean, std = torch.zeros(4), torch.full((4,), 2.0)
+    assert reference_distance((mean, std), (mean, std)) == 0.0
+    assert reference_distance((mean, std), (mean + 1, std)) == pytest.approx(0.5)
+    assert reference_distance((mean, std), (mean, std * np.e)) == pytest.approx(1.0)
+    assert reference_distance((mean, std), (torch.zeros(3), torch.ones(3))) == float("inf")
+    assert not reference_distance((mean, std), (mean * float("nan"), std)) <= BACKBONE_TOLERANCE
+
+
+# --- another backbone ---
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_backbone_is_checked_before_anything_is_changed(wrapped):
+    """Also with dropout at work, as in a bare model in training mode, and without switching it off for good."""
+    expert = with_references(make_vit(hidden_dropout_prob=0.5))
+    config, tensors = expert.peft_config["t"], get_peft_model_state_dict(expert, adapter_name="t")
+    for seed, dtype, refused in ((0, torch.float32, False), (0, torch.bfloat16, False), (1, torch.float32, True)):
+        base = make_vit(seed=seed, hidden_dropout_prob=0.5).to(dtype).train()
+        model = get_peft_model(base, LucaConfig(classes=["a"])) if wrapped else base
+        modules = {name: (module, module.training) for name, module in base.named_modules()}
+        before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+        arguments = (model, find_head(base, config), config, "t", tensors)
+        if refused:
+            with pytest.raises(
+                ValueError, match=r"'t' was trained on the backbone .* deviations away, more than 0\.05"
+            ):
+                check_backbone(*arguments)
+        elif dtype == torch.bfloat16:
+            with pytest.warns(UserWarning, match=r"is only 0\.00\d+ deviations away"):
+                check_backbone(*arguments)
+        else:
+            check_backbone(*arguments)
+        assert {name: (module, module.training) for name, module in base.named_modules()} == modules
+        assert_same(base.state_dict(), before)
+
+
+def test_another_backbone_is_refused_by_every_path(tmp_path):
+    save_experts(with_references(make_vit(seed=0)), tmp_path)
+    message = r"expert 't' was trained on the backbone [0-9a-f]{12} .*but this one is [0-9a-f]{12} .*deviations away"
+    mine = make_model({"own": ["a", "b"]}, base=make_vit(seed=1))
+    for load in (
+        lambda: PeftModel.from_pretrained(make_vit(seed=1), tmp_path / "t", adapter_name="t"),
+        lambda: load_experts(make_vit(seed=1), tmp_path),
+        lambda: mine.load_adapter(str(tmp_path / "t"), "t"),
+        lambda: load_experts(mine, tmp_path),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load()
+
+
+def test_another_backbone_on_request(tmp_path):
+    model = with_references(make_vit(seed=0))
+    save_experts(model, tmp_path)
+    other = load_experts(make_vit(seed=1), tmp_path, allow_mismatch=True)
+    for name in "tu":
+        assert_same(expert_tensors(other, name), expert_tensors(model, name))
+    # The expert goes on saying which backbone it was made on.
+    assert other.peft_config["t"].fingerprint == model.peft_config["t"].fingerprint
+    config = LucaConfig.from_pretrained(str(tmp_path / "t"))
+    config.allow_mismatch = True
+    PeftModel.from_pretrained(make_vit(seed=1), tmp_path / "t", config=config)
+
+
+def test_without_a_reference_another_dtype_is_refused_too():
+    model = get_peft_model(make_vit(), LucaConfig(classes=["a"]), adapter_name="t")
+    base, config = make_vit().bfloat16(), model.peft_config["t"]
+    with pytest.raises(ValueError, match=r"no reference to compare \[CLS\] by"):
+        check_backbone(base, find_head(base, config), config, "t", get_peft_model_state_dict(model, adapter_name="t"))
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(make_vit, torch.bfloat16), (make_dinov2, torch.float16), (make_vit, torch.float64)]
+)
+def test_another_dtype_is_loaded_with_a_warning_that_has_its_distance(tmp_path, make, dtype):
+    model = with_references(make())
+    save_experts(model, tmp_path)
+    with pytest.warns(UserWarning, match=r"is only \S+ deviations away, as with another dtype") as caught:
+        loaded = load_experts(make().to(dtype), tmp_path)
+    (told,) = {re.search(r"is only (\S+) dev", str(w.message))[1] for w in caught if "deviations" in str(w.message)}
+    (mean, std), (other_mean, other_std) = exact_reference(model), exact_reference(loaded, dtype)
+    distance = max(float(((other_mean - mean) / std).square().mean()), float((other_std / std).log().square().mean()))
+    assert float(told) == pytest.approx(distance**0.5, rel=0.1, abs=2e-6)
+    assert float(told) < 0.01
+    x = pixels()
+    torch.testing.assert_close(loaded.route(x.to(dtype)).logits.float(), model.route(x).logits, rtol=0.2, atol=1.0)
+
+
+def test_other_weights_are_far_away():
+    first, second = (exact_reference(make_model({"t": ["a"]}, base=make_vit(seed=seed))) for seed in (0, 1))
+    assert reference_distance(first, second) > 1.0
+
+
+# --- PEFT's own loading, into an expert that is there ---
+
+
+def test_weights_of_another_backbone_are_refused_for_an_expert_that_is_there(tmp_path):
+    save_expert(with_references(make_vit(seed=9)), "t", tmp_path / "t")
+    model = with_references(make_vit())
+    before = expert_tensors(model, "t")
+    with pytest.raises(ValueError, match="these weights for expert 't' come from another backbone"):
+        model.load_adapter(str(tmp_path / "t"), "t")
+    assert list(model.experts) == ["t", "u"]
+    assert_same(expert_tensors(model, "t"), before)
+
+
+def test_a_file_that_is_not_whole_leaves_an_expert_alone():
+    model = make_model({"t": ["a", "b"], "u": ["c"]})
+    before = expert_tensors(model, "t")
+    state = get_peft_model_state_dict(model, adapter_name="t", save_embedding_layers=False)
+    state.pop(next(key for key in state if "class_rows" in key))
+    with pytest.raises(ValueError, match=r"lacks .*luca_class_rows"):
+        set_peft_model_state_dict(model, state, adapter_name="t")
+    assert list(model.experts) == ["t", "u"]
+    assert_same(expert_tensors(model, "t"), before)
