@@ -4,11 +4,13 @@ from ._registration import register
 from ._version import __version__
 from .data.feature_cache import FeatureDataset
 from .data.task_stream import Task, TaskStream
-from .hub.saving import list_experts, load_expert, load_experts, push_expert, push_experts, save_expert, save_experts
+from .hub.publishing import list_experts, push_expert, push_experts
+from .hub.saving import load_expert, load_experts, save_expert, save_experts
 from .preprocessing import ImageCollator
 from .routing import Router, RoutingOutput
 from .training.arguments import ContinualTrainingArguments
 from .training.continual_trainer import ContinualTrainer
+from .training.expert_trainer import ExpertTrainer
 from .training.metrics import ContinualAccuracy
 from .tuner.backbone import draw_reference_pictures
 from .tuner.config import LucaConfig
@@ -24,6 +26,7 @@ __all__ = [
     "ContinualAccuracy",
     "ContinualTrainer",
     "ContinualTrainingArguments",
+    "ExpertTrainer",
     "FeatureDataset",
     "ImageCollator",
     "InvalidExpertError",

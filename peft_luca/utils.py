@@ -74,6 +74,13 @@ def check_classes(classes: Any) -> list[str]:
     return names
 
 
+def list_names(names: Iterable[Any], limit: int = 10) -> str:
+    """Returns the first names for a message, and how many more there are: `'a', 'b' and 3 more`."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(repr, names[:limit])) + more
+
+
 def show(value: Any) -> str:
     """A stranger's value in a message: escaped, and not at length."""
     try:

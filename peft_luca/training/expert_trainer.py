@@ -18,7 +18,8 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 
 from ..data.feature_cache import FeatureDataset, extract_features
-from ..hub.saving import push_expert, save_expert
+from ..hub.publishing import push_expert
+from ..hub.saving import save_expert
 from ..hub.validation import MAX_NUMBER
 from ..preprocessing import ImageCollator, channels_of, undecoded
 from ..tuner.model import LucaModel, tuner_of
@@ -188,7 +189,11 @@ class ExpertTrainer(PublishingTrainer):
         if self.args.statistics:
             data, rank = self._plain_features(), self.args.statistics_rank
             self.tuner.collect_statistics(
-                self.expert, data.features, data.labels, None if rank < 0 else rank, self.args.statistics_random_features
+                self.expert,
+                data.features,
+                data.labels,
+                None if rank < 0 else rank,
+                self.args.statistics_random_features,
             )
         for name, tensor in self.tuner.layer.tensors(self.expert).items():
             if not (tensor.abs() <= MAX_NUMBER).all():  # what is saved can be loaded again
@@ -233,7 +238,9 @@ class ExpertTrainer(PublishingTrainer):
     def _set_collators(self, given: Any) -> None:
         """Collators of training and of evaluation, which differ by the augmentation."""
         evaluated = list(self.eval_dataset.values()) if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-        images = [data for data in (self.train_dataset, *evaluated) if not isinstance(data, (FeatureDataset, type(None)))]
+        images = [
+            data for data in (self.train_dataset, *evaluated) if not isinstance(data, (FeatureDataset, type(None)))
+        ]
         if given is not None and images and self.args.augmentation:
             raise ValueError(
                 "augmentation=True is done by the default data_collator, and yours would take its place. Set "
@@ -407,11 +414,15 @@ class ExpertTrainer(PublishingTrainer):
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
 
-    def _push(self, repo_id: str, **kwargs: Any) -> Any:
+    def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
+        if not blocking:
+            raise ValueError(
+                "blocking=False is for collections: an ExpertTrainer pushes one expert, and waits for it."
+            )
         return push_expert(self.model, self.expert, repo_id, **kwargs)
 
-    def _published(self) -> tuple[list[str], dict[str, Any] | None]:
-        return [self.expert], None
+    def _card_contents(self) -> dict[str, Any]:
+        return {"expert": self.expert}
 
 
 def _activate(model: Any, expert: str | None) -> str:

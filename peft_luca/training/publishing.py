@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
 from transformers import Trainer
 
-from ..hub.model_card import make_card
-from ..hub.saving import CARD_NAME
+from ..hub.model_card import CARD_NAME, make_card
 from ..tuner.model import tuner_of
 from ..utils import explain_write_errors
 
@@ -19,18 +17,17 @@ TASK = "image-classification"
 
 class PublishingTrainer(Trainer):
     """
-    A `Trainer` whose `push_to_hub` and `create_model_card` publish experts: no pickled files, and the experts' card.
-    A subclass says in `_published` which experts, and in `_push` how.
+    A `Trainer` whose `push_to_hub` and `create_model_card` publish experts, with the experts' card and no pickled
+    files. A subclass defines `_push`, and `_card_contents`: what [`make_card`] needs to know of it.
     """
 
     model: Any
     args: Any
 
-    def _published(self) -> tuple[list[str], dict[str, Any] | None]:
-        """Names of the experts that are published, and the results of their run."""
+    def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def _push(self, repo_id: str, **kwargs: Any) -> Any:
+    def _card_contents(self) -> dict[str, Any]:
         raise NotImplementedError
 
     def push_to_hub(
@@ -58,7 +55,7 @@ class PublishingTrainer(Trainer):
             [`~huggingface_hub.CommitInfo`], or a future of it. `None` on all processes but the first.
         """
         tuner_of(self.model)  # raises before anything is sent if there is no expert
-        card = card_arguments(**kwargs)
+        card = _card_arguments(**kwargs)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
@@ -66,12 +63,12 @@ class PublishingTrainer(Trainer):
             return None
         return self._push(
             str(self.hub_model_id),
+            blocking,
             private=self.args.hub_private_repo if private is None else private,
             revision=revision or self.args.hub_revision,
             token=token or self.args.hub_token,
             commit_message=commit_message,
-            blocking=blocking,
-            **{name: value for name, value in card.items() if value is not None},
+            **card,
         )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -83,29 +80,19 @@ class PublishingTrainer(Trainer):
             finetuned_from (`str`, *optional*): Hub id of the backbone; also `base_model`.
             tasks (`str` or `list[str]`, *optional*): `"image-classification"`, the only task.
             dataset_tags, dataset (`str` or `list[str]`, *optional*):
-                Hub ids of the training data; also `datasets`. The tags are taken where both are given.
+                Hub ids of the training data; also `datasets`. The tags are taken if both are given.
             dataset_args (`str` or `list[str]`, *optional*): As in `Trainer`; the card has no place for them.
         """
-        card = card_arguments(*args, **kwargs)
-        if not self.is_world_process_zero():
-            return
-        experts, results = self._published()
-        text = make_card(
-            tuner_of(self.model),
-            experts,
-            self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name,
-            single=results is None,
-            base_model=card["base_model"],
-            license=card["license"],
-            datasets=card["datasets"],
-            results=results,
-        )
-        path = Path(self.args.output_dir) / CARD_NAME
-        with explain_write_errors(path):
-            path.write_text(_with_metadata(text, card), encoding="utf-8")
+        card = _card_arguments(*args, **kwargs)
+        if self.is_world_process_zero():
+            name = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+            path = Path(self.args.output_dir) / CARD_NAME
+            with explain_write_errors(path):
+                text = make_card(tuner_of(self.model), name, **self._card_contents(), **card)
+                path.write_text(text, encoding="utf-8")
 
 
-def card_arguments(
+def _card_arguments(
     language: str | None = None,
     license: str | None = None,
     tags: str | list[str] | None = None,
@@ -118,25 +105,14 @@ def card_arguments(
     base_model: str | None = None,
     datasets: str | list[str] | None = None,
 ) -> dict[str, Any]:
-    """The arguments of [`~transformers.Trainer.create_model_card`], by the names that [`push_experts`] gives them."""
+    """The arguments of [`~transformers.Trainer.create_model_card`], as [`make_card`] takes them."""
     wrong = [task for task in ([tasks] if isinstance(tasks, str) else tasks or ()) if task != TASK]
     if wrong:
         raise ValueError(f"tasks must be {TASK!r}, which is what LuCA experts do, got {wrong[0]!r}.")
+    data = {"language": language, "tags": [tags] if isinstance(tags, str) else tags, "model_name": model_name}
     return {
-        "language": language,
         "license": license,
-        "tags": [tags] if isinstance(tags, str) else tags,
-        "model_name": model_name,
         "base_model": base_model or finetuned_from,
         "datasets": datasets or dataset_tags or dataset,
+        "card_data": {name: value for name, value in data.items() if value} or None,
     }
-
-
-def _with_metadata(text: str, card: dict[str, Any]) -> str:
-    if not (card["language"] or card["tags"] or card["model_name"]):
-        return text
-    parsed = ModelCard(text)
-    parsed.data.language = card["language"] or parsed.data.language
-    parsed.data.model_name = card["model_name"] or parsed.data.model_name
-    parsed.data.tags = list(dict.fromkeys([*(parsed.data.tags or ()), *(card["tags"] or ())]))
-    return str(parsed)

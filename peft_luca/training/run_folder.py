@@ -20,7 +20,8 @@ from peft import PeftModel
 from transformers.trainer_utils import has_length
 
 from ..data.task_stream import TaskStream
-from ..hub.saving import RESULTS_NAME, save_experts
+from ..hub.publishing import RESULTS_NAME
+from ..hub.saving import save_experts
 from ..hub.validation import MANIFEST_NAME
 from ..tuner.config import LucaConfig
 from ..utils import LOCK_NAME, atomic_write, explain_write_errors, hold_lock, pluralize, write_json
@@ -236,7 +237,9 @@ def changed_settings(saved: dict[str, Any], settings: dict[str, Any]) -> Iterato
         ("luca_config.", *(s.get("luca_config") or {} for s in (saved, settings)), CONFIG_RECIPES.get(recipe, {}), LucaConfig),
     ]  # fmt: skip
     for prefix, there, here, recipe_defaults, kind in places:
-        defaults = {entry.name: entry.default for entry in fields(kind) if entry.default is not MISSING} | recipe_defaults
+        defaults = {
+            entry.name: entry.default for entry in fields(kind) if entry.default is not MISSING
+        } | recipe_defaults
         for name, now in here.items():
             if name in FREE_SETTINGS or name == "luca_config":
                 continue
