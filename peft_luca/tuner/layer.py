@@ -9,21 +9,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..routing import LabelSpace, Router, RoutingOutput, make_router
 from ..routing.score_routers import OracleRouter
 from ..routing.statistics import ClassStatistics, unit_features
 from ..utils import pluralize
-from .config import LucaConfig
+from .experts import ExpertStore
 
-
-MERGE_REFUSED = (
-    "a LuCA expert cannot be merged: it does not change the backbone's weights, it is a module between [CLS] and its "
-    "own class rows. Use the model as it is, or call unload() to get the backbone back."
-)
 
 # Of all layers, since a layer that holds a lock could not be copied or pickled.
 _PREPARING = threading.RLock()
@@ -42,7 +35,7 @@ class LucaExperts:
         order = sorted(range(len(self.names)), key=self.names.__getitem__)
         self.by_name = torch.tensor(order, device=device)
         self.statistics: Mapping[str, ClassStatistics] = dict(layer.statistics)
-        self._prepared: dict[Router, Any] = {}
+        self._prepared: list[tuple[Router, Any]] = []
 
     def scores(self, features: Tensor) -> Tensor:
         return self.layer.scores(features)
@@ -59,177 +52,44 @@ class LucaExperts:
         return self.layer.luca_reference_mean[name], self.layer.luca_reference_std[name]
 
     def prepared(self, router: Router) -> Any:
-        if router not in self._prepared:
+        found = next((entry for entry in self._prepared if entry[0] is router), None)
+        if found is None:
             with _PREPARING:  # other threads wait for the first one
-                if router not in self._prepared:
-                    self._prepared[router] = router.prepare(self)
-        return self._prepared[router]
+                found = next((entry for entry in self._prepared if entry[0] is router), None)
+                if found is None:
+                    found = (router, router.prepare(self))
+                    self._prepared.append(found)
+        return found[1]
 
 
-class LucaLayer(nn.Module, BaseTunerLayer):
+class LucaLayer(ExpertStore):
     """
-    Wraps the head of an image classifier and holds every expert's LuCA module, class rows and reference.
-
-    With one expert active the layer returns its own K logits; with a router, logits over all C classes of all experts.
+    Wraps the head of an image classifier. With one expert active it returns the expert's K logits; with a router,
+    logits over all C classes of all experts.
 
     Args:
         base_layer (`nn.Module`): The model's head.
-        width (`int`): d, the width of the vector that LuCA reads.
-        input_width (`int`): Width of what enters the head: [CLS] comes first when it is wider than d.
+        width (`int`): d, the width of [CLS].
+        input_width (`int`): Width of the head's input: [CLS] comes first if it is wider than d.
     """
 
-    adapter_layer_names = (
-        "luca_adapter_down",
-        "luca_adapter_up",
-        "luca_adapter_norm",
-        "luca_calibrator_down",
-        "luca_calibrator_up",
-        "luca_class_rows",
-        "luca_scale",
-    )
-    other_param_names = ("luca_reference_mean", "luca_reference_std")
-    # The ℓ1 penalty runs over these: the LuCA module, not the rows and not σ.
-    module_names = adapter_layer_names[:5]
-
     def __init__(self, base_layer: nn.Module, width: int, input_width: int) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self.width = width
-        self.input_width = input_width
-        self.luca_adapter_down = nn.ModuleDict()
-        self.luca_adapter_up = nn.ModuleDict()
-        self.luca_adapter_norm = nn.ModuleDict()
-        self.luca_calibrator_down = nn.ModuleDict()
-        self.luca_calibrator_up = nn.ModuleDict()
-        self.luca_class_rows = nn.ParameterDict()
-        self.luca_scale = nn.ParameterDict()
-        self.luca_reference_mean = BufferDict(persistent=True)
-        self.luca_reference_std = BufferDict(persistent=True)
-        self.configs: dict[str, LucaConfig] = {}
-        self.base_labels: Any = None  # labels and loss of the base model, kept by LucaModel
-        self.statistics: dict[str, ClassStatistics] = {}  # kept beside the experts, not among their weights
+        super().__init__(base_layer, width, input_width)
         self.router: Router | None = None
-        self._active_adapter = []
-        self._disable_adapters = False
-        self.merged_adapters = []
         self._experts: LucaExperts | None = None
-
-    # ---- experts -------------------------------------------------------------------------------------------------
-
-    def update_layer(self, adapter_name: str, config: LucaConfig) -> None:
-        """Add an expert. Its config must be resolved and its classes known."""
-        assert config.classes is not None
-        d, classes = self.width, len(config.classes)
-        adapter_width, calibrator_width = config.widths(d)
-        if config.arrangement != "calibrator":
-            self.luca_adapter_down[adapter_name] = _xavier(nn.Linear(d, adapter_width))
-            self.luca_adapter_up[adapter_name] = _xavier(nn.Linear(adapter_width, d))
-            self.luca_adapter_norm[adapter_name] = nn.LayerNorm(d)
-        if config.arrangement != "adapter":
-            self.luca_calibrator_down[adapter_name] = _xavier(nn.Linear(d, calibrator_width, bias=False))
-            self.luca_calibrator_up[adapter_name] = _xavier(nn.Linear(calibrator_width, d, bias=False))
-        rows = torch.zeros(classes, d)
-        if config.init_rows != "zeros":
-            nn.init.normal_(rows, std=d**-0.5)
-        self.luca_class_rows[adapter_name] = nn.Parameter(rows)
-        self.luca_scale[adapter_name] = nn.Parameter(torch.tensor(float(config.scale or 1.0)))
-        self.luca_reference_mean[adapter_name] = torch.zeros(d)
-        self.luca_reference_std[adapter_name] = torch.ones(d)
-        self.configs[adapter_name] = config
-        self._experts = None
-        self._move_adapter_to_device_of_base_layer(adapter_name)
-        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
-
-    def add_expert(self, adapter_name: str, config: LucaConfig, tensors: Mapping[str, Tensor]) -> None:
-        """
-        Adds a trained expert, frozen. PEFT's own way goes over all modules of the model for every expert, which takes
-        minutes among a thousand.
-
-        Args:
-            adapter_name (`str`): The expert.
-            config ([`LucaConfig`]): Its config, resolved, with its classes.
-            tensors (`dict[str, torch.Tensor]`): Its tensors, named as in its file but without the head's name.
-        """
-        alone = LucaLayer(self.base_layer, self.width, self.input_width)
-        alone.update_layer(adapter_name, config)
-        alone.train(self.training)
-        alone.load_expert(adapter_name, tensors)
-        for container in (*self.adapter_layer_names, *self.other_param_names):
-            if adapter_name in getattr(alone, container):
-                getattr(self, container)[adapter_name] = getattr(alone, container)[adapter_name]
-        self.configs[adapter_name] = config
-        self._experts = None
-
-    @torch.no_grad()
-    def load_expert(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copies an expert's tensors, named as in [`~LucaLayer.add_expert`], and freezes it."""
-        for key, tensor in tensors.items():
-            container, _, inner = key.partition(".")
-            entry = getattr(self, container)[adapter_name]
-            target = getattr(entry, inner) if inner else entry
-            if target.dtype in (torch.float16, torch.bfloat16):
-                target.data = target.data.float()  # PEFT keeps adapters of a half-precision model in float32
-            target.requires_grad_(False).copy_(tensor)
-
-    def delete_adapter(self, adapter_name: str) -> None:
-        super().delete_adapter(adapter_name)
-        self.configs.pop(adapter_name, None)
-        self.statistics.pop(adapter_name, None)
-        self._experts = None
-
-    def enable_adapters(self, enabled: bool) -> None:
-        # PEFT's own version freezes on disabling and thaws on enabling, and forgets which expert was to be trained.
-        self._disable_adapters = not enabled
-
-    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        super()._move_adapter_to_device_of_base_layer(adapter_name, device)
-        for buffers in (self.luca_reference_mean, self.luca_reference_std):
-            # Statistics keep their precision in a half-precision model.
-            if adapter_name in buffers and buffers[adapter_name].dtype in (torch.float16, torch.bfloat16):
-                buffers[adapter_name] = buffers[adapter_name].float()
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        raise NotImplementedError(MERGE_REFUSED)
-
-    def unmerge(self) -> None:
-        raise NotImplementedError(MERGE_REFUSED)
-
-    def duplicate_of(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        """Another expert that has exactly these weights, which are named as those of `adapter_name`."""
-        here = self.state_dict()
-        for other in self.configs:
-            names = {key: key.replace(f".{adapter_name}", f".{other}", 1) for key in tensors}
-            if other != adapter_name and all(
-                name in here and not here[name].is_meta and torch.equal(here[name], tensors[key].to(here[name]))
-                for key, name in names.items()
-            ):
-                return other
-        return None
-
-    def tensors(self, adapter_name: str) -> dict[str, Tensor]:
-        """Every tensor of an expert, by its name relative to the layer."""
-        found: dict[str, Tensor] = {}
-        for container in (*self.adapter_layer_names, *self.other_param_names):
-            if adapter_name in getattr(self, container):
-                entry = getattr(self, container)[adapter_name]
-                inner = (
-                    {"": entry} if isinstance(entry, Tensor) else {f".{k}": t for k, t in entry.state_dict().items()}
-                )
-                found |= {f"{container}.{adapter_name}{key}": tensor for key, tensor in inner.items()}
-        return found
 
     @property
     def in_features(self) -> int:
-        """As the base's head has it: other code asks the head for its shape."""
+        """Width of the head's input, which other code asks a head for."""
         return self.input_width
 
     @property
     def out_features(self) -> int:
-        """Of the base's head; the experts' own widths are those of their rows."""
+        """Outputs of the base model's head."""
         return int(getattr(self.base_layer, "out_features", self.input_width))
 
     def __repr__(self) -> str:
-        """Not every module of every expert, of which there may be a thousand."""
+        # Without the modules of every expert, of which there may be a thousand.
         parts = [f"(base_layer): {self.base_layer!r}", *self.summary()]
         return f"LucaLayer(width={self.width}\n  " + "\n  ".join(parts) + "\n)"
 
@@ -283,7 +143,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         return torch.stack([logits[i] for i in range(len(z))])
 
     def pooled(self, x: Tensor) -> Tensor:
-        """[CLS], (batch, d), from what entered the head. Detached: the trunk is frozen."""
+        """The input of the head → [CLS] `(batch, d)`, detached since the trunk is frozen."""
         if x.ndim != 2 or x.shape[-1] != self.input_width:
             raise ValueError(
                 f"the head reads a tensor of shape (batch, {self.input_width}), got {tuple(x.shape)}. LuCA reads one "
@@ -291,15 +151,15 @@ class LucaLayer(nn.Module, BaseTunerLayer):
             )
         return x.detach()[:, : self.width]  # (batch, d)
 
-    def standardise(self, z: Tensor, adapter_name: str) -> Tensor:
-        """[CLS] by the backbone's mean and deviation over the reference pictures, as the expert was trained on it."""
+    def standardize(self, z: Tensor, adapter_name: str) -> Tensor:
+        """Standardizes [CLS] by the expert's reference, `(batch, d)` → `(batch, d)`."""
         if self.configs[adapter_name].reference:
             z = (z - self.luca_reference_mean[adapter_name]) / self.luca_reference_std[adapter_name]
         return self._cast_input_dtype(z, self.luca_class_rows[adapter_name].dtype)
 
     def luca(self, z: Tensor, adapter_name: str) -> Tensor:
-        """LuCA(z), (batch, d) → (batch, d): standardise by the reference, then adapt and calibrate (paper, §3)."""
-        config, z = self.configs[adapter_name], self.standardise(z, adapter_name)
+        """LuCA(z), `(batch, d)` → `(batch, d)`: standardize by the reference, then adapt and calibrate (paper, §3)."""
+        config, z = self.configs[adapter_name], self.standardize(z, adapter_name)
         if config.arrangement == "adapter":
             return self._adapt(z, adapter_name)
         if config.arrangement == "calibrator":
@@ -370,10 +230,11 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         """
         router = OracleRouter(expert) if expert is not None else self.router or _DEFAULT_ROUTER
         # A graph that is compiled or exported holds for every batch size, and splitting would fix it.
-        limit = None if torch.compiler.is_compiling() else router.batch_limit(self.experts)
+        experts = self.experts
+        limit = None if torch.compiler.is_compiling() else router.batch_limit(experts)
         if limit is None or len(z) <= limit:
-            return router.route(z, self.experts)
-        return RoutingOutput.concatenate([router.route(part, self.experts) for part in z.split(limit)])
+            return router.route(z, experts)
+        return RoutingOutput.concatenate([router.route(part, experts) for part in z.split(limit)])
 
     def set_router(self, router: Router | None) -> None:
         """Sets the router. It is prepared first, so that a router that cannot be used changes nothing."""
@@ -382,7 +243,7 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         self.router = router
 
     def unit_features(self, z: Tensor, adapter_name: str) -> Tensor:
-        """[CLS] as the statistics have it: standardised by the expert's reference, of length 1, at least float32."""
+        """[CLS] standardized by an expert's reference and scaled to length 1, in at least float32."""
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         if not self.configs[adapter_name].reference:
             return unit_features(z)
@@ -407,34 +268,20 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         self.statistics[adapter_name] = statistics
         self._experts = None
 
-    # ---- training ------------------------------------------------------------------------------------------------
-
-    def luca_parameters(self, adapter_name: str) -> dict[str, nn.Parameter]:
-        """The parameters of an expert's LuCA module, by their names within the layer."""
-        return {
-            f"{container}.{name}": parameter
-            for container in self.module_names
-            if adapter_name in getattr(self, container)
-            for name, parameter in getattr(self, container)[adapter_name].named_parameters()
-        }
-
-    def l1_penalty(self, adapter_name: str) -> Tensor:
-        """Σ|θ| over the expert's LuCA parameters, a scalar: the sum, and neither the rows nor σ (paper, §3)."""
-        return torch.stack([p.abs().sum() for p in self.luca_parameters(adapter_name).values()]).sum()
-
     @torch.no_grad()
     def set_rows_to_class_means(
         self, adapter_name: str, features: Tensor, labels: Tensor, adapted: bool = True
     ) -> None:
         """
-        Replace an expert's cosine rows by class means.
+        Replaces an expert's rows by class means.
 
         Args:
             adapter_name (`str`): The expert.
             features (`torch.Tensor` of shape `(images, d)`): [CLS] vectors.
             labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
             adapted (`bool`, *optional*, defaults to `True`):
-                Means of the adapted features, for after the training, or of the standardised [CLS], to start it from.
+                Means of the adapted features, for after the training, or of the standardized [CLS], to start the
+                training from.
 
         Raises:
             ValueError: a class has no image.
@@ -449,17 +296,10 @@ class LucaLayer(nn.Module, BaseTunerLayer):
         sums = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
         for z, label in zip(features.split(4096), labels.split(4096), strict=True):
             z = z.to(rows.device)
-            vectors = self.luca(z, adapter_name) if adapted else self.standardise(z, adapter_name)
+            vectors = self.luca(z, adapter_name) if adapted else self.standardize(z, adapter_name)
             # Not index_add_, whose sums on an accelerator run in another order each time.
             sums += F.one_hot(label, len(rows)).to(vectors.device, torch.float64).T @ vectors.double()
         rows.copy_(sums / counts[:, None])
-
-
-def _xavier(linear: nn.Linear) -> nn.Linear:
-    nn.init.xavier_uniform_(linear.weight)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
-    return linear
 
 
 def luca_layers(model: nn.Module) -> list[LucaLayer]:

@@ -1,0 +1,190 @@
+"""The parameters of every expert, in the containers that PEFT saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from ..routing.statistics import ClassStatistics
+from .config import LucaConfig
+
+
+MERGE_REFUSED = (
+    "a LuCA expert cannot be merged: it does not change the backbone's weights, it is a module between [CLS] and its "
+    "own class rows. Use the model as it is, or call unload() to get the backbone back."
+)
+
+
+class ExpertStore(nn.Module, BaseTunerLayer):
+    """
+    Holds every expert's LuCA module, class rows and reference. [`LucaLayer`] computes with them.
+
+    Args:
+        base_layer (`nn.Module`): The model's head.
+        width (`int`): d, the width of [CLS].
+        input_width (`int`): Width of the head's input: [CLS] comes first if it is wider than d.
+    """
+
+    adapter_layer_names = (
+        "luca_adapter_down",
+        "luca_adapter_up",
+        "luca_adapter_norm",
+        "luca_calibrator_down",
+        "luca_calibrator_up",
+        "luca_class_rows",
+        "luca_scale",
+    )
+    other_param_names = ("luca_reference_mean", "luca_reference_std")
+    # The ℓ1 penalty runs over these: the LuCA module, not the rows and not σ.
+    module_names = adapter_layer_names[:5]
+
+    def __init__(self, base_layer: nn.Module, width: int, input_width: int) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.width = width
+        self.input_width = input_width
+        self.luca_adapter_down = nn.ModuleDict()
+        self.luca_adapter_up = nn.ModuleDict()
+        self.luca_adapter_norm = nn.ModuleDict()
+        self.luca_calibrator_down = nn.ModuleDict()
+        self.luca_calibrator_up = nn.ModuleDict()
+        self.luca_class_rows = nn.ParameterDict()
+        self.luca_scale = nn.ParameterDict()
+        self.luca_reference_mean = BufferDict(persistent=True)
+        self.luca_reference_std = BufferDict(persistent=True)
+        self.configs: dict[str, LucaConfig] = {}
+        self.base_labels: Any = None  # labels and loss of the base model, kept by LucaModel
+        self.statistics: dict[str, ClassStatistics] = {}  # kept beside the experts, not among their weights
+        self._active_adapter = []
+        self._disable_adapters = False
+        self.merged_adapters = []
+        self._experts: Any = None  # what routers see of the experts; made anew when they change
+
+    # ---- experts -------------------------------------------------------------------------------------------------
+
+    def update_layer(self, adapter_name: str, config: LucaConfig) -> None:
+        """Adds an expert. Its config must be resolved and its classes known."""
+        assert config.classes is not None
+        d, classes = self.width, len(config.classes)
+        adapter_width, calibrator_width = config.widths(d)
+        if config.arrangement != "calibrator":
+            self.luca_adapter_down[adapter_name] = _xavier(nn.Linear(d, adapter_width))
+            self.luca_adapter_up[adapter_name] = _xavier(nn.Linear(adapter_width, d))
+            self.luca_adapter_norm[adapter_name] = nn.LayerNorm(d)
+        if config.arrangement != "adapter":
+            self.luca_calibrator_down[adapter_name] = _xavier(nn.Linear(d, calibrator_width, bias=False))
+            self.luca_calibrator_up[adapter_name] = _xavier(nn.Linear(calibrator_width, d, bias=False))
+        rows = torch.zeros(classes, d)
+        if config.init_rows != "zeros":
+            nn.init.normal_(rows, std=d**-0.5)
+        self.luca_class_rows[adapter_name] = nn.Parameter(rows)
+        self.luca_scale[adapter_name] = nn.Parameter(torch.tensor(float(config.scale or 1.0)))
+        self.luca_reference_mean[adapter_name] = torch.zeros(d)
+        self.luca_reference_std[adapter_name] = torch.ones(d)
+        self.configs[adapter_name] = config
+        self._experts = None
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def add_expert(self, adapter_name: str, config: LucaConfig, tensors: Mapping[str, Tensor]) -> None:
+        """
+        Adds a trained expert, frozen. PEFT's own way goes over all modules of the model for every expert, which takes
+        minutes among a thousand.
+
+        Args:
+            adapter_name (`str`): The expert.
+            config ([`LucaConfig`]): Its config, resolved, with its classes.
+            tensors (`dict[str, torch.Tensor]`): Its tensors, named as in its file but without the head's name.
+        """
+        alone = type(self)(self.base_layer, self.width, self.input_width)
+        alone.update_layer(adapter_name, config)
+        alone.train(self.training)
+        alone.load_expert(adapter_name, tensors)
+        for container in (*self.adapter_layer_names, *self.other_param_names):
+            if adapter_name in getattr(alone, container):
+                getattr(self, container)[adapter_name] = getattr(alone, container)[adapter_name]
+        self.configs[adapter_name] = config
+        self._experts = None
+
+    @torch.no_grad()
+    def load_expert(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Copies an expert's tensors, named as in [`~LucaLayer.add_expert`], and freezes it."""
+        for key, tensor in tensors.items():
+            container, _, inner = key.partition(".")
+            entry = getattr(self, container)[adapter_name]
+            target = getattr(entry, inner) if inner else entry
+            if target.dtype in (torch.float16, torch.bfloat16):
+                target.data = target.data.float()  # PEFT keeps adapters of a half-precision model in float32
+            target.requires_grad_(False).copy_(tensor)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        self.configs.pop(adapter_name, None)
+        self.statistics.pop(adapter_name, None)
+        self._experts = None
+
+    def enable_adapters(self, enabled: bool) -> None:
+        # PEFT's version freezes all experts or makes all trainable, and forgets which one was to be trained.
+        self._disable_adapters = not enabled
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        super()._move_adapter_to_device_of_base_layer(adapter_name, device)
+        for buffers in (self.luca_reference_mean, self.luca_reference_std):
+            # Statistics keep their precision in a half-precision model.
+            if adapter_name in buffers and buffers[adapter_name].dtype in (torch.float16, torch.bfloat16):
+                buffers[adapter_name] = buffers[adapter_name].float()
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        raise NotImplementedError(MERGE_REFUSED)
+
+    def unmerge(self) -> None:
+        raise NotImplementedError(MERGE_REFUSED)
+
+    def duplicate_of(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        """Another expert that has exactly these weights, which are named as those of `adapter_name`."""
+        here = self.state_dict()
+        for other in self.configs:
+            names = {key: key.replace(f".{adapter_name}", f".{other}", 1) for key in tensors}
+            if other != adapter_name and all(
+                name in here and not here[name].is_meta and torch.equal(here[name], tensors[key].to(here[name]))
+                for key, name in names.items()
+            ):
+                return other
+        return None
+
+    def tensors(self, adapter_name: str) -> dict[str, Tensor]:
+        """Every tensor of an expert, by its name within the layer."""
+        found: dict[str, Tensor] = {}
+        for container in (*self.adapter_layer_names, *self.other_param_names):
+            if adapter_name in getattr(self, container):
+                entry = getattr(self, container)[adapter_name]
+                inner = (
+                    {"": entry} if isinstance(entry, Tensor) else {f".{k}": t for k, t in entry.state_dict().items()}
+                )
+                found |= {f"{container}.{adapter_name}{key}": tensor for key, tensor in inner.items()}
+        return found
+
+    def luca_parameters(self, adapter_name: str) -> dict[str, nn.Parameter]:
+        """The parameters of an expert's LuCA module, by their names within the layer."""
+        return {
+            f"{container}.{name}": parameter
+            for container in self.module_names
+            if adapter_name in getattr(self, container)
+            for name, parameter in getattr(self, container)[adapter_name].named_parameters()
+        }
+
+    def l1_penalty(self, adapter_name: str) -> Tensor:
+        """Σ|θ| over the expert's LuCA parameters, a scalar: the sum, and neither the rows nor σ (paper, §3)."""
+        return torch.stack([p.abs().sum() for p in self.luca_parameters(adapter_name).values()]).sum()
+
+
+def _xavier(linear: nn.Linear) -> nn.Linear:
+    nn.init.xavier_uniform_(linear.weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+    return linear
