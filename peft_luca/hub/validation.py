@@ -17,7 +17,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..routing.router import Router, make_router
+from ..routing import Router, make_router
 from ..routing.statistics import ClassStatistics
 from ..tuner.config import LucaConfig
 from ..utils import NAME_RULE, InvalidExpertError, check_classes, show
