@@ -3,61 +3,39 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from peft import PeftModel, get_peft_model
 from torch import nn
-from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import ProgressCallback
 from transformers.trainer_utils import HubStrategy, TrainOutput, has_length
 from transformers.utils import logging
 
-from .. import visualization
-from ..data.feature_cache import FeatureDataset
 from ..data.sources import DatasetLike
 from ..data.task_stream import Task, TaskStream
 from ..hub.publishing import push_experts
 from ..hub.saving import load_experts
-from ..preprocessing import ImageCollator, channels_of, check_processor, image_size, undecoded
+from ..preprocessing import ImageCollator, channels_of, check_processor
 from ..tuner.config import LucaConfig
-from ..tuner.head import check_expert_name, find_head
-from ..tuner.layer import luca_layers
-from ..tuner.model import LucaModel, quiet_peft, tuner_of
+from ..tuner.head import find_head
+from ..tuner.model import quiet_peft, tuner_of
 from ..utils import pluralize
 from .arguments import CONFIG_RECIPES, ContinualTrainingArguments
 from .batches import ExpertProgressCallback
-from .evaluation import COMPARING_STAGES, Accuracy, Measured, Record, measure_stage, run_figures, task_line
-from .expert_trainer import ExpertTrainer
-from .publishing import PublishingTrainer
-from .run_folder import PLOTS_NAME, RESULTS_FORMAT, RunFolder, run_settings
-from .task_features import TaskFeatures
+from .evaluation import StreamEvaluation
+from .figures import Accuracy, Record, numbers, task_line
+from .run_folder import RunFolder, run_settings
+from .task_features import TaskFeatures, print_line
+from .task_trainer import TaskTrainer, check_arguments, check_task, make_template, task_seed
 
 
 logger = logging.get_logger(__name__)
 
-# Arguments of Trainer that have no meaning for a stream, with the reason.
-REFUSED = {
-    "train_dataset": "the tasks of the stream are trained on. Pass a stream",
-    "eval_dataset": "the test images of the tasks are evaluated. Pass other images to evaluate()",
-    "data_collator": "[CLS] is cached as the image processor makes it, and predictions are made the same way. Put "
-    "your preprocessing into processing_class, or train each expert with an ExpertTrainer",
-    "optimizers": "the parameters of later tasks do not exist yet. Use optimizer_cls_and_kwargs=(class, {...})",
-    "model_init": "a run has one output_dir, and trials of a hyperparameter search need one each. Make a trainer for "
-    "each trial",
-}
 
-
-class ContinualTrainer(PublishingTrainer):
+class ContinualTrainer(StreamEvaluation):
     """
     Teaches a frozen image classifier a stream of tasks: for each task it adds an expert, trains it with an
     [`ExpertTrainer`], saves it, and evaluates all classes seen so far.
@@ -78,12 +56,6 @@ class ContinualTrainer(PublishingTrainer):
         ValueError: an argument does not fit. Nothing has been written then.
     """
 
-    # What Trainer declares for every kind of model and data, and what this one has.
-    model: Any
-    args: Any
-    data_collator: Any
-    processing_class: Any
-
     def __init__(
         self,
         model: nn.Module,
@@ -94,13 +66,13 @@ class ContinualTrainer(PublishingTrainer):
         **kwargs: Any,
     ) -> None:
         args = ContinualTrainingArguments("trainer_output") if args is None else args
-        _check_arguments(model, args, stream, processing_class, kwargs)
+        check_arguments(model, args, stream, processing_class, kwargs)
         assert isinstance(stream, TaskStream)
-        template, model = _template(model, luca_config)
+        template, model = make_template(model, luca_config)
         template.resolve(CONFIG_RECIPES[args.recipe])
         template.widths(find_head(model.get_base_model() if isinstance(model, PeftModel) else model, template).width)
         for task in stream:
-            _check_task(task, model, args)
+            check_task(task, model, args)
         if isinstance(model, PeftModel):
             tuner_of(model).layer.experts.prepared(args.make_router())  # raises if an expert lacks statistics
         collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
@@ -121,16 +93,11 @@ class ContinualTrainer(PublishingTrainer):
         self.stream = stream
         self.luca_config = template
         self.folder = RunFolder(args.output_dir, args.should_save)
-        self._task_features = TaskFeatures(stream, args, processing_class, collator.channels, self._print)
+        self._task_features = TaskFeatures(stream, args, processing_class, collator.channels)
         self._records: list[Record] = []  # one per learned task, as results.json has them
         self._pushing: Future[Any] | None = None  # to the Hub, in the background
 
     # ---- the stream ----------------------------------------------------------------------------------------------
-
-    @property
-    def tuner(self) -> LucaModel:
-        """The model's LuCA tuner, once there is an expert."""
-        return tuner_of(self.model)
 
     def train(
         self,
@@ -172,10 +139,10 @@ class ContinualTrainer(PublishingTrainer):
         metrics = {
             "train_runtime": seconds,
             "train_steps_per_second": round(steps / seconds, 3) if seconds else 0.0,
-            "total_flos": sum(output.metrics["total_flos"] for output in outputs),
+            "total_flos": self.state.total_flos,
             "train_loss": loss,
         }
-        return TrainOutput(steps, loss, metrics | _numbers(self._figures()))
+        return TrainOutput(steps, loss, metrics | numbers(self._figures()))
 
     def train_task(self, task: Task | DatasetLike, name: str | None = None) -> TrainOutput:
         """
@@ -215,7 +182,7 @@ class ContinualTrainer(PublishingTrainer):
                 f"the task {task.name!r} was learned and its expert deleted. To learn it again pass its dataset under "
                 "another name."
             )
-        _check_task(task, self.model, self.args)
+        check_task(task, self.model, self.args)
         started = time.perf_counter()
         try:
             self._add_expert(task)
@@ -223,13 +190,14 @@ class ContinualTrainer(PublishingTrainer):
                 if split == "train" or task.test is not None:
                     self.features(task, split)
             self._task_features.check_classes(self.tuner, task)
-            trainer = _TaskTrainer(self, task)
+            trainer = TaskTrainer(self, task)
             try:
                 output = trainer.train()
             finally:
                 self.state.log_history += [{**entry, "task": task.name} for entry in trainer.state.log_history]
             self.state.global_step += trainer.state.global_step
             self.state.max_steps += trainer.state.max_steps
+            self.state.total_flos += trainer.state.total_flos
             self.tuner.set_requires_grad(task.name, False)
             self._set_router()
             self._finish(task, output, time.perf_counter() - started)
@@ -279,7 +247,8 @@ class ContinualTrainer(PublishingTrainer):
             raise
         self._sync_labels()
         self._push_learned()
-        self._print(task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes)))
+        line = task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes))
+        print_line(self.args, line)
         self.log({f"stage_{name}": value for name, value in figures.items() if isinstance(value, float)})
 
     def _drop_expert(self, task: Task) -> None:
@@ -314,140 +283,6 @@ class ContinualTrainer(PublishingTrainer):
                 self._records[-1].update(self._measure(self._records))
                 self.folder.delete_expert(adapter_name, self.results())
 
-    # ---- evaluation ----------------------------------------------------------------------------------------------
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, Any]:
-        """
-        Accuracy over all classes seen so far, with the router that is set now, and the accuracy matrix. If it is not
-        the router of the run, there is only the last row, and no figure that compares stages.
-
-        Args:
-            eval_dataset (`datasets.Dataset` or `str`, *optional*):
-                Images with global labels in the column `labels`, or the name of a task, to evaluate in place of the
-                test images of all tasks; or a `dict` of datasets.
-
-        Returns:
-            `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
-        """
-        if isinstance(eval_dataset, str):
-            tests = {task.name: task.test for task in self.stream if task.test is not None}
-            if eval_dataset not in tests:
-                raise ValueError(f"there is no task {eval_dataset!r} with test images, only {', '.join(tests)}.")
-            eval_dataset = tests[eval_dataset]
-        columns = getattr(eval_dataset, "column_names", None)
-        if columns is not None and "labels" not in columns:
-            raise ValueError(
-                f"eval_dataset has the columns {columns}, but needs its global labels in a column "
-                "'labels': stream.classes.index(name) of each image's class."
-            )
-        if eval_dataset is not None:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        if not self._records:
-            raise ValueError("there is nothing to evaluate: no task has been learned. Call train() first.")
-        last = self._measure(self._records)
-        figures = self._figures(last)
-        if self.tuner.router != self.args.make_router():
-            # Earlier stages were measured with another router and cannot be compared with this one.
-            unknown = [[None] * len(self._records)] * (len(self._records) - 1)
-            figures["accuracy_matrix"] = [*unknown, last["accuracy"]]
-            for name in COMPARING_STAGES:
-                figures.pop(name, None)
-        matrix = figures.pop("accuracy_matrix")
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
-        self.log(_numbers(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return {**metrics, f"{metric_key_prefix}_accuracy_matrix": matrix}
-
-    def features(self, task: Task, split: str) -> FeatureDataset:
-        """
-        [CLS] of a task's images with the stream's global labels, computed once and kept in `args.features_cache_dir`.
-        With several processes each computes a part, so all must call it.
-
-        Args:
-            task ([`Task`]): A task of the stream.
-            split (`str`): `"train"` or `"test"`.
-
-        Returns:
-            [`FeatureDataset`]: `features` (images, d), in `args.features_dtype`, `labels` (images,), on the CPU.
-        """
-        return self._task_features.get(self.tuner, task, split)
-
-    def results(self) -> dict[str, Any]:
-        """What `results.json` holds: the run's settings, each task as it was learned, and the figures."""
-        return {
-            "format": RESULTS_FORMAT,
-            "settings": run_settings(self.args, self.luca_config),
-            "classes": list(self.stream.classes),
-            "tasks": [r if r["name"] in self.tuner.experts else {**r, "deleted": True} for r in self._records],
-            **self._figures(),
-        }
-
-    def save_plots(self) -> list[Path]:
-        """
-        Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
-        the run logs to it. With several processes all must call it.
-
-        Returns:
-            `list[Path]`: The files; none on all processes but the first.
-        """
-        tests = self._tests(list(self.tuner.experts))
-        images = {
-            task.name: self._task_features.images(self.tuner, task, "test")[self.stream.image_column]
-            for task in self.stream
-            if task.name in tests
-        }
-        if not self.is_world_process_zero():
-            return []
-        files = []
-        for name, figure in visualization.of_a_run(self.results(), self.model, tests, images):
-            files.append(self.folder.save_figure(name, figure))
-            for callback in self.callback_handler.callbacks:
-                if getattr(callback, "tb_writer", None) is not None:
-                    callback.tb_writer.add_figure(f"plots/{name}", figure, self.state.global_step)  # type: ignore[attr-defined]
-        return files
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """As [`~transformers.Trainer.log_metrics`]; lists and figures that were not measured are left out."""
-        super().log_metrics(split, _numbers(metrics))
-
-    def _tests(self, names: list[str]) -> dict[str, FeatureDataset]:
-        """Task → [CLS] of its test images, with its expert's own labels. Every process computes a part."""
-        tasks = [task for task in self.stream if task.name in names and task.name in self.tuner.experts]
-        get = self._task_features.get_own
-        return {task.name: get(self.tuner, task, "test") for task in tasks if task.test is not None}
-
-    def _measure(self, records: list[Record]) -> Measured:
-        """What a stage reaches, computed by one process for all."""
-        names = [record["name"] for record in records]
-        tests, measured = self._tests(names), None
-        self.model.eval()
-        if self.is_world_process_zero():
-            whole = self.args.routing_scope == "batch"
-            measured = measure_stage(self.tuner, names, tests, self.args.device, whole)
-        (measured,) = broadcast_object_list([measured])
-        return measured
-
-    def _figures(self, last: Measured | None = None) -> dict[str, Any]:
-        """All figures of the run, whose last row may be measured again."""
-        shared = bool(self._records) and sum(map(len, self.tuner.experts.values())) > len(self.tuner.classes)
-        return run_figures(self._records, last, shared)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        return super().get_eval_dataloader(self._undecoded(eval_dataset))
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        return super().get_test_dataloader(self._undecoded(test_dataset))
-
-    def _undecoded(self, dataset: Any) -> Any:
-        """Images that our own collator decodes, unless the dataset has a transform of its own."""
-        column, columns = self.stream.image_column, getattr(dataset, "column_names", None)
-        if columns is not None and column not in columns:
-            raise ValueError(f"the dataset has the columns {columns}, but needs its images in a column {column!r}.")
-        transformed = isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
-        return dataset if transformed else undecoded(dataset, column)
-
     # ---- resuming and saving -------------------------------------------------------------------------------------
 
     @property
@@ -469,27 +304,14 @@ class ContinualTrainer(PublishingTrainer):
         self.state.global_step = sum(record["steps"] for record in records)
         self._set_router()
         self._sync_labels()
-        self._print(
-            f"resuming after {len(records)} of {pluralize(len(self.stream), 'task')} found in {self.folder.path}"
-        )
+        count = pluralize(len(self.stream), "task")
+        print_line(self.args, f"resuming after {len(records)} of {count} found in {self.folder.path}")
 
     def _set_model(self, model: nn.Module) -> None:
         self.model = self.model_wrapped = self.callback_handler.model = model
 
     def _set_router(self) -> None:
         self.tuner.set_router(self.args.make_router())
-
-    def _sync_labels(self) -> None:
-        """Images that are evaluated have the stream's labels, the model's logits the order of its experts."""
-        places = {name: i for i, name in enumerate(self.tuner.classes)}
-        self.data_collator.label_ids = {
-            i: places[name] for i, name in enumerate(self.stream.classes) if name in places
-        }
-
-    def _print(self, line: str) -> None:
-        """A line for the user, past the progress bars."""
-        if self.is_world_process_zero():
-            logger.info(line) if self.args.disable_tqdm else tqdm.write(line)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # A collection of experts: safetensors and JSON only, no pickled arguments as Trainer writes them.
@@ -526,140 +348,3 @@ class ContinualTrainer(PublishingTrainer):
             error = failure
         if error is not None:
             logger.warning(f"Pushing to the Hub failed, and is tried again after the next task: {error!r}")
-
-
-class _TaskTrainer(ExpertTrainer):
-    """The [`ExpertTrainer`] of a task: with the run's callbacks, and logs whose steps run on across tasks."""
-
-    def __init__(self, run: ContinualTrainer, task: Task) -> None:
-        self.run, self.task = run, task
-        args = copy.copy(run.args)
-        args.seed = task_seed(args.seed, task.classes)
-        args.report_to, args.push_to_hub = [], False  # the run's callbacks report, and the run pushes
-        tuner, features = run.tuner, run._task_features
-        plain = features.get_own(tuner, task, "train")
-        train: Any
-        if args.cache_features and (args.augmented_views or not args.augmentation):
-            train = FeatureDataset(plain.features, plain.labels, features.views(tuner, task))
-            train.set_epoch(0)
-            # Rows of a memory map need no workers.
-            args.dataloader_num_workers, args.dataloader_prefetch_factor = 0, None
-            args.dataloader_persistent_workers, args.dataloader_multiprocessing_context = False, None
-        else:
-            train = features.images(tuner, task, "train")
-        super().__init__(
-            run.model,
-            args,
-            train_dataset=train,
-            eval_dataset=features.get_own(tuner, task, "test") if args.eval_strategy != "no" else None,
-            expert=task.name,
-            processing_class=run.processing_class,
-            features=plain,
-            **run._task_arguments,
-        )
-        self.callback_handler.callbacks = run.callback_handler.callbacks
-
-    def image_collator(self, dataset: Any, augmentation: bool = False) -> ImageCollator:
-        ids = {i: own for i, own in enumerate(self.run._task_features.own_labels(self.task).tolist()) if own >= 0}
-        return ImageCollator(
-            self.processing_class, self.run.stream.image_column, ids, augmentation, channels=channels_of(self.model)
-        )
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:  # a curve for each task, beside the one of the run
-            logs[f"{self.task.name}/loss"] = logs["loss"]
-        with self._steps_of_the_run():
-            super().log(logs, start_time)
-
-    @contextmanager
-    def _steps_of_the_run(self) -> Iterator[None]:
-        own = self.state.global_step
-        self.state.global_step += self.run.state.global_step
-        try:
-            yield
-        finally:
-            self.state.global_step = own
-
-
-def task_seed(seed: int, classes: tuple[str, ...]) -> int:
-    """The seed of a task: from the run's seed and the class names, not from the task's place in the stream."""
-    text = json.dumps([seed, sorted(classes)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
-
-
-def _numbers(figures: dict[str, Any]) -> dict[str, float]:
-    """The figures that are numbers: what logs and tables hold."""
-    return {name: value for name, value in figures.items() if isinstance(value, (int, float))}
-
-
-def _check_arguments(model: Any, args: Any, stream: Any, processing_class: Any, kwargs: dict[str, Any]) -> None:
-    for name, reason in REFUSED.items():
-        if kwargs.get(name) is not None and kwargs[name] != (None, None):
-            raise ValueError(f"{name} cannot be used here: {reason}.")
-        kwargs.pop(name, None)
-    if not isinstance(args, ContinualTrainingArguments):
-        raise ValueError(f"args must be ContinualTrainingArguments, got {type(args).__name__}.")
-    if not isinstance(stream, TaskStream):
-        raise ValueError(
-            f"stream must be a TaskStream, got {type(stream).__name__}. Make one with TaskStream.from_dataset."
-        )
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model must be an image classifier or a PeftModel, got {type(model).__name__}. Load it with "
-            "AutoModelForImageClassification.from_pretrained."
-        )
-    if not callable(processing_class):
-        raise ValueError(
-            f"processing_class must be the backbone's image processor, got {type(processing_class).__name__}. "
-            "Load it with AutoImageProcessor.from_pretrained."
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            "the model's weights are on the meta device, where there are none. Load them with "
-            "AutoModelForImageClassification.from_pretrained, outside of torch.device('meta')."
-        )
-    if args.plots:
-        visualization.check_installed()  # now, not when all has been learned
-    if args.augmentation:
-        image_size(processing_class)  # raises if the processor has none
-
-
-def _template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[LucaConfig, nn.Module]:
-    """The experts' template, and the model."""
-    if isinstance(model, PeftModel):
-        tuner = tuner_of(model)
-        if luca_config is None:
-            luca_config = next(iter(tuner.peft_config.values())).template()
-            luca_config.classes = None
-        is_untrained = tuner._just_added == "default" and "classes" in tuner.peft_config["default"].filled
-        if list(tuner.experts) == ["default"] and is_untrained:
-            logger.warning("The expert 'default' is a template: it is removed, and each task gets an expert like it.")
-            model = tuner.unload()
-    elif luca_layers(model):
-        raise ValueError(
-            "this backbone carries the experts of another PeftModel, such as an earlier trainer's, and training would "
-            "overwrite them. Take them off (`trainer.model.unload()`) or load the backbone anew; a run that was "
-            "interrupted goes on after either."
-        )
-    template = LucaConfig() if luca_config is None else luca_config.template()
-    if template.classes is not None:
-        raise ValueError(
-            f"luca_config names the classes {template.classes[:5]!r}, but the stream's tasks say which classes each "
-            "expert has. Leave classes out."
-        )
-    return template, model
-
-
-def _check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments) -> None:
-    if isinstance(model, PeftModel) and task.name in tuner_of(model).experts:
-        raise ValueError(
-            f"there is an expert {task.name!r} already, and the task needs one of its own. Delete it, or give "
-            "the task another name."
-        )
-    check_expert_name(task.name, model)
-    if args.plots and task.name == PLOTS_NAME:
-        raise ValueError(
-            f"a task cannot be called {PLOTS_NAME!r} with plots=True, which writes a folder of that name."
-        )
-    if args.eval_strategy != "no" and task.test is None:
-        raise ValueError(f"eval_strategy is {args.eval_strategy!s}, but task {task.name!r} has no test images.")

@@ -1,147 +1,180 @@
-"""What a run measures: the accuracy of a stage, the figures of all stages, and the line printed after a task."""
+"""How a [`ContinualTrainer`] evaluates the tasks of its stream."""
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from transformers import EvalPrediction
+from accelerate.utils import broadcast_object_list
+from torch.utils.data import DataLoader
 
+from .. import visualization
 from ..data.feature_cache import FeatureDataset
-from ..tuner.model import LucaModel
-from ..utils import pluralize
-from .metrics import ContinualAccuracy, Floats, forgetting, summarize
+from ..data.task_stream import Task, TaskStream
+from ..preprocessing import undecoded
+from ..tuner.config import LucaConfig
+from ..tuner.model import LucaModel, tuner_of
+from .figures import COMPARING_STAGES, Measured, Record, measure_stage, numbers, run_figures
+from .publishing import PublishingTrainer
+from .run_folder import RESULTS_FORMAT, RunFolder, run_settings
+from .task_features import TaskFeatures
 
 
-# Figures that compare stages, all of which have to be measured with the same router.
-COMPARING_STAGES = (
-    "average_accuracy", "forgetting", "backward_transfer", "stage_accuracies", "stage_forgetting",
-    "task_known_forgetting",
-)  # fmt: skip
-BATCH = 4096  # features are a memory map of any size
+class StreamEvaluation(PublishingTrainer):
+    """The part of [`ContinualTrainer`] that evaluates the tasks of its stream."""
 
-Record = dict[str, Any]  # a learned task, as in results.json
-Measured = dict[str, list[float | None]]  # "accuracy", "routing" and "task_known" of each learned task
+    # What Trainer declares for every kind of model and data, and what this one has.
+    model: Any
+    args: Any
+    data_collator: Any
+    processing_class: Any
+    stream: TaskStream
+    luca_config: LucaConfig
+    folder: RunFolder
+    _task_features: TaskFeatures
+    _records: list[Record]
+    _task_arguments: dict[str, Any]
 
+    @property
+    def tuner(self) -> LucaModel:
+        """The model's LuCA tuner, once there is an expert."""
+        return tuner_of(self.model)
 
-@torch.no_grad()
-def measure_stage(
-    tuner: LucaModel, names: Sequence[str], tests: Mapping[str, FeatureDataset], device: Any, whole: bool = False
-) -> Measured:
-    """
-    Measures a model on the test images of each learned task, with the router that is set.
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, Any]:
+        """
+        Accuracy over all classes seen so far, with the router that is set now, and the accuracy matrix. If it is not
+        the router of the run, there is only the last row, and no figure that compares stages.
 
-    Args:
-        tuner ([`LucaModel`]): The model's tuner.
-        names (`list[str]`): The learned tasks.
-        tests (`dict[str, FeatureDataset]`):
-            Task → [CLS] of its test images, with the expert's own labels. Tasks without are not measured.
-        device (`torch.device`): Where to compute.
-        whole (`bool`, *optional*, defaults to `False`): Route all test images of a task as one batch.
+        Args:
+            eval_dataset (`datasets.Dataset` or `str`, *optional*):
+                Images with global labels in the column `labels`, or the name of a task, to evaluate in place of the
+                test images of all tasks; or a `dict` of datasets.
 
-    Returns:
-        `dict`: per task, or `None` where not measured: `accuracy` over all classes, routed; `routing`, the share of
-        images for which the router chose the task's own expert; `task_known`, that expert's accuracy over its classes.
-    """
-    metric, experts = ContinualAccuracy(), list(tuner.experts)
-    task_of_expert = torch.tensor([names.index(name) if name in names else len(names) for name in experts])
-    for task, name in enumerate(names):
-        if name not in tests:
-            continue
-        own = tuner.layer.label_space.own[name].cpu()
-        size = len(tests[name]) if whole else BATCH
-        for z, labels in zip(tests[name].features.split(size), tests[name].labels.split(size), strict=True):
-            z = z.to(device)
-            routed = tuner.route_features(z)
-            metric.add_batch(
-                predictions=routed.logits.argmax(1).cpu(),
-                references=own[labels],
-                task=[task] * len(z),
-                stage=[0] * len(z),
-                experts=task_of_expert[routed.expert.cpu()],
-                task_known_predictions=own[tuner.expert_logits(z, name).argmax(1).cpu()],
+        Returns:
+            `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
+        """
+        if isinstance(eval_dataset, str):
+            tests = {task.name: task.test for task in self.stream if task.test is not None}
+            if eval_dataset not in tests:
+                raise ValueError(f"there is no task {eval_dataset!r} with test images, only {', '.join(tests)}.")
+            eval_dataset = tests[eval_dataset]
+        columns = getattr(eval_dataset, "column_names", None)
+        if columns is not None and "labels" not in columns:
+            raise ValueError(
+                f"eval_dataset has the columns {columns}, but needs its global labels in a column "
+                "'labels': stream.classes.index(name) of each image's class."
             )
-    figures: dict[str, Any] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a leak: run_figures warns
-        figures = (metric.compute() or {}) if metric.writer is not None else {}
-    measured: Measured = {}
-    for name, figure in (
-        ("accuracy", "per_task_accuracy"),
-        ("routing", "per_task_routing_accuracy"),
-        ("task_known", "per_task_known_accuracy"),
-    ):
-        values = figures.get(figure, [])
-        measured[name] = [*values, *[None] * (len(names) - len(values))]
-    return measured
+        if eval_dataset is not None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if not self._records:
+            raise ValueError("there is nothing to evaluate: no task has been learned. Call train() first.")
+        last = self._measure(self._records)
+        figures = self._figures(last)
+        if self.tuner.router != self.args.make_router():
+            # Earlier stages were measured with another router and cannot be compared with this one.
+            unknown = [[None] * len(self._records)] * (len(self._records) - 1)
+            figures["accuracy_matrix"] = [*unknown, last["accuracy"]]
+            for name in COMPARING_STAGES:
+                figures.pop(name, None)
+        matrix = figures.pop("accuracy_matrix")
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        self.log(numbers(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return {**metrics, f"{metric_key_prefix}_accuracy_matrix": matrix}
 
+    def features(self, task: Task, split: str) -> FeatureDataset:
+        """
+        [CLS] of a task's images with the stream's global labels, computed once and kept in `args.features_cache_dir`.
+        With several processes each computes a part, so all must call it.
 
-def run_figures(records: list[Record], last: Measured | None = None, shared_classes: bool = False) -> dict[str, Any]:
-    """
-    Computes all figures from what the stages measured.
+        Args:
+            task ([`Task`]): A task of the stream.
+            split (`str`): `"train"` or `"test"`.
 
-    Args:
-        records (`list[dict]`): The learned tasks, each with what its stage measured.
-        last (`dict`, *optional*): Takes the place of what the last stage measured.
-        shared_classes (`bool`, *optional*, defaults to `False`): Whether experts share classes.
-    """
-    if not records:
-        return {}
-    stages = [*records[:-1], last or records[-1]]
-    matrix = _matrix(stages, "accuracy")
-    figures: dict[str, Any] = {
-        "accuracy_matrix": [[None if math.isnan(v) else v for v in row] for row in matrix.tolist()]
-    }
-    if any(record["test_images"] for record in records):
-        known, routing = (np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing"))
-        with warnings.catch_warnings():
-            if shared_classes:
-                # Another expert of the class may be better than the task's own, and nothing leaks.
-                warnings.filterwarnings("ignore", "routed accuracy .* is above", UserWarning)
-            figures |= summarize(matrix, [record["test_images"] for record in records], known, routing)
-        figures["task_known_forgetting"] = forgetting(_matrix(stages, "task_known"))
-    return figures
+        Returns:
+            [`FeatureDataset`]: `features` (images, d), in `args.features_dtype`, `labels` (images,), on the CPU.
+        """
+        return self._task_features.get(self.tuner, task, split)
 
+    def results(self) -> dict[str, Any]:
+        """What `results.json` holds: the run's settings, each task as it was learned, and the figures."""
+        return {
+            "format": RESULTS_FORMAT,
+            "settings": run_settings(self.args, self.luca_config),
+            "classes": list(self.stream.classes),
+            "tasks": [r if r["name"] in self.tuner.experts else {**r, "deleted": True} for r in self._records],
+            **self._figures(),
+        }
 
-def _matrix(stages: list[dict[str, Any]], name: str) -> Floats:
-    """What each stage measured of each task, (stages, tasks); NaN where it did not."""
-    matrix = np.full((len(stages), len(stages)), np.nan)
-    for row, stage in zip(matrix, stages, strict=True):
-        row[: len(stage[name])] = [np.nan if value is None else value for value in stage[name]]
-    return matrix
+    def save_plots(self) -> list[Path]:
+        """
+        Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
+        the run logs to it. With several processes all must call it.
 
+        Returns:
+            `list[Path]`: The files; none on all processes but the first.
+        """
+        tests = self._tests(list(self.tuner.experts))
+        images = {
+            task.name: self._task_features.images(self.tuner, task, "test")[self.stream.image_column]
+            for task in self.stream
+            if task.name in tests
+        }
+        if not self.is_world_process_zero():
+            return []
+        files = []
+        for name, figure in visualization.of_a_run(self.results(), self.model, tests, images):
+            files.append(self.folder.save_figure(name, figure))
+            for callback in self.callback_handler.callbacks:
+                if getattr(callback, "tb_writer", None) is not None:
+                    callback.tb_writer.add_figure(f"plots/{name}", figure, self.state.global_step)  # type: ignore[attr-defined]
+        return files
 
-def task_line(done: int, tasks: int, record: Record, figures: dict[str, Any], classes: int) -> str:
-    """The line that is printed after a task."""
-    names = ", ".join(record["classes"][:4]) + (", …" if len(record["classes"]) > 4 else "")
-    line = f"task {done}/{tasks} {record['name']} ({names}), {record['seconds']:.1f} s"
-    if figures.get("last_accuracy") is None:
-        return f"{line}: no test images"
-    return (
-        f"{line}: accuracy {figures['last_accuracy']:.3f} over {pluralize(classes, 'class')}, "
-        f"{figures['task_known_accuracy']:.3f} with the task known, right expert {figures['routing_accuracy']:.3f}"
-    )
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """As [`~transformers.Trainer.log_metrics`]; lists and figures that were not measured are left out."""
+        super().log_metrics(split, numbers(metrics))
 
+    def _tests(self, names: list[str]) -> dict[str, FeatureDataset]:
+        """Task → [CLS] of its test images, with its expert's own labels. Every process computes a part."""
+        tasks = [task for task in self.stream if task.name in names and task.name in self.tuner.experts]
+        get = self._task_features.get_own
+        return {task.name: get(self.tuner, task, "test") for task in tasks if task.test is not None}
 
-class Accuracy:
-    """The default `compute_metrics`: accuracy, over all images at once or, with `batch_eval_metrics`, by batches."""
+    def _measure(self, records: list[Record]) -> Measured:
+        """What a stage reaches, computed by one process for all."""
+        names = [record["name"] for record in records]
+        tests, measured = self._tests(names), None
+        self.model.eval()
+        if self.is_world_process_zero():
+            whole = self.args.routing_scope == "batch"
+            measured = measure_stage(self.tuner, names, tests, self.args.device, whole)
+        (measured,) = broadcast_object_list([measured])
+        return measured
 
-    def __init__(self) -> None:
-        self.correct, self.images = 0, 0
+    def _figures(self, last: Measured | None = None) -> dict[str, Any]:
+        """All figures of the run, whose last row may be measured again."""
+        shared = bool(self._records) and sum(map(len, self.tuner.experts.values())) > len(self.tuner.classes)
+        return run_figures(self._records, last, shared)
 
-    def __call__(self, prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
-        logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-        predicted, labels = torch.as_tensor(logits), torch.as_tensor(prediction.label_ids)
-        if predicted.ndim > 1:  # preprocess_logits_for_metrics may have taken the argmax
-            predicted = predicted.argmax(-1)
-        self.correct += int((predicted == labels.to(predicted.device)).sum())
-        self.images += len(labels)
-        if not compute_result:
-            return {}
-        accuracy = self.correct / max(1, self.images)
-        self.correct, self.images = 0, 0
-        return {"accuracy": accuracy}
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        return super().get_eval_dataloader(self._undecoded(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        return super().get_test_dataloader(self._undecoded(test_dataset))
+
+    def _undecoded(self, dataset: Any) -> Any:
+        """Images that our own collator decodes, unless the dataset has a transform of its own."""
+        column, columns = self.stream.image_column, getattr(dataset, "column_names", None)
+        if columns is not None and column not in columns:
+            raise ValueError(f"the dataset has the columns {columns}, but needs its images in a column {column!r}.")
+        transformed = isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
+        return dataset if transformed else undecoded(dataset, column)
+
+    def _sync_labels(self) -> None:
+        """Images that are evaluated have the stream's labels, the model's logits the order of its experts."""
+        places = {name: i for i, name in enumerate(self.tuner.classes)}
+        self.data_collator.label_ids = {
+            i: places[name] for i, name in enumerate(self.stream.classes) if name in places
+        }

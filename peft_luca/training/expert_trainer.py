@@ -25,7 +25,7 @@ from ..preprocessing import ImageCollator, channels_of, undecoded
 from ..tuner.model import LucaModel, tuner_of
 from .arguments import ContinualTrainingArguments
 from .batches import BatchCollator, EpochBatches, EpochLoader, ExpertProgressCallback
-from .evaluation import Accuracy
+from .figures import Accuracy
 from .publishing import PublishingTrainer
 from .sparsity import soft_threshold
 
@@ -355,8 +355,8 @@ class ExpertTrainer(PublishingTrainer):
         if self.args.l1_proximal and not self._has_proximal_step:
             if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam)):  # AdamW is an Adam
                 raise ValueError(
-                    f"l1_proximal needs the size of the optimizer's steps, which is known for SGD, Adam and AdamW, not "
-                    f"for {type(optimizer).__name__}."
+                    f"l1_proximal needs the step size of the optimizer, which is known for SGD, Adam and AdamW, not for "
+                    f"{type(optimizer).__name__}."
                 )
             parameters = list(self.tuner.layer.luca_parameters(self.expert).values())
             weight = self.args.l1_weight or 0.0

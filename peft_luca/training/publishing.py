@@ -40,8 +40,8 @@ class PublishingTrainer(Trainer):
         **kwargs: Any,
     ) -> Any:
         """
-        Pushes the trained experts, with their card, to `args.hub_model_id` (by default a repository named as the output
-        folder); see [`push_expert`] and [`push_experts`].
+        Pushes the trained experts, with their card, to `args.hub_model_id`, by default a repository named as the
+        output folder; see [`push_expert`] and [`push_experts`].
 
         Args:
             commit_message (`str`, *optional*, defaults to `"End of training"`): Message of the commit.

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ..hub.validation import MANIFEST_NAME
 from ..tuner.config import LucaConfig
 from ..utils import LOCK_NAME, atomic_write, explain_write_errors, hold_lock, pluralize, write_json
 from .arguments import CONFIG_RECIPES, RECIPES, ContinualTrainingArguments
-from .evaluation import Record
+from .figures import Record
 
 
 RESULTS_FORMAT = 1
@@ -232,14 +232,10 @@ def changed_settings(saved: dict[str, Any], settings: dict[str, Any]) -> Iterato
     counts as its default, and one that this version does not have is not compared.
     """
     recipe = saved.get("recipe", "own")
-    places: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], Any]] = [
-        ("", saved, settings, RECIPES.get(recipe, {}), ContinualTrainingArguments),
-        ("luca_config.", *(s.get("luca_config") or {} for s in (saved, settings)), CONFIG_RECIPES.get(recipe, {}), LucaConfig),
-    ]  # fmt: skip
-    for prefix, there, here, recipe_defaults, kind in places:
-        defaults = {
-            entry.name: entry.default for entry in fields(kind) if entry.default is not MISSING
-        } | recipe_defaults
+    args = (saved, settings, RECIPES.get(recipe, {}), ContinualTrainingArguments)
+    config = (saved.get("luca_config") or {}, settings["luca_config"], CONFIG_RECIPES.get(recipe, {}), LucaConfig)
+    for prefix, (there, here, of_recipe, kind) in (("", args), ("luca_config.", config)):
+        defaults = {entry.name: entry.default for entry in fields(kind)} | of_recipe
         for name, now in here.items():
             if name in FREE_SETTINGS or name == "luca_config":
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,23 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
+from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from ..data.feature_cache import FeatureDataset, default_cache_dir, digest_images, extract_features, features_key
 from ..data.task_stream import Task, TaskStream
 from ..preprocessing import ImageCollator, undecoded
 from ..tuner.model import LucaModel
 from .arguments import ContinualTrainingArguments
+
+
+logger = logging.get_logger(__name__)
+
+
+def print_line(args: ContinualTrainingArguments, line: str) -> None:
+    """Prints a line for the user past the progress bars, or logs it where there are none."""
+    if args.process_index == 0:
+        logger.info(line) if args.disable_tqdm else tqdm.write(line)
 
 
 class TaskFeatures:
@@ -27,7 +37,6 @@ class TaskFeatures:
         args ([`ContinualTrainingArguments`]): Where and how [CLS] is cached.
         processing_class (`BaseImageProcessor`): The backbone's image processor.
         channels (`int`): Channels of the images.
-        print_line (function): Prints a line for the user.
     """
 
     def __init__(
@@ -36,10 +45,8 @@ class TaskFeatures:
         args: ContinualTrainingArguments,
         processing_class: Any,
         channels: int,
-        print_line: Callable[[str], None],
     ) -> None:
         self.stream, self.args, self.processing_class, self.channels = stream, args, processing_class, channels
-        self.print_line = print_line
         self._features: dict[tuple[str, str], FeatureDataset] = {}
         self._digests: dict[tuple[str, str], str] = {}
 
@@ -128,8 +135,9 @@ class TaskFeatures:
             },
         )
         if features.skipped and view is None:
-            self.print_line(
+            print_line(
+                args,
                 f"{task.name}: {len(features.skipped)} of {len(dataset)} {split} images cannot be read and are left "
-                f"out, first row {features.skipped[0]}"
+                f"out, first row {features.skipped[0]}",
             )
         return features

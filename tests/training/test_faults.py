@@ -246,7 +246,7 @@ def started(folder, task):
     return process
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path):
+def test_ctrl_c_prints_how_to_go_on(tmp_path):
     process = started(tmp_path, task=2)
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]

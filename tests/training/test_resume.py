@@ -12,6 +12,7 @@ import pytest
 from helpers import assert_same, expert_tensors, make_stream, make_trainer, read_json
 
 from peft_luca import utils as cache
+from peft_luca.data import feature_file
 
 
 def kill(folder, kills, seed):
@@ -67,7 +68,7 @@ def test_half_written_files_of_a_killed_run_are_cleared_away(tmp_path):
 
 def test_no_room_at_any_write(tmp_path, monkeypatch):
     """Every write to the disk fails once, as it does when the disk is full."""
-    monkeypatch.setattr(cache, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(feature_file, "CHECKPOINT_SECONDS", 0.0)
     whole = make_trainer(tmp_path / "whole", make_stream(increment=3), **settings(tmp_path / "of_whole"))
     whole.train()
     real, calls = os.fsync, 0

@@ -124,13 +124,13 @@ def test_arguments_from_a_command_line(tmp_path):
     ("values", "message"),
     [
         ({"recipe": "mine"}, "recipe must be one of 'own', 'paper', got 'mine'"),
-        ({"negatives": "all"}, "negatives must be 'own' or 'seen', got 'all'"),
+        ({"negatives": "all"}, "negatives must be one of 'own', 'seen', got 'all'"),
         ({"l1_weight": -1.0}, "l1_weight must be a finite number of at least 0"),
         ({"l1_weight": float("nan")}, "l1_weight must be a finite number of at least 0"),
         ({"router": "guess"}, "there is no router called 'guess'"),
         (
             {"recipe": "paper", "lr_scheduler_type": "linear"},
-            "schedule_per_epoch goes with lr_scheduler_type='cosine'",
+            "schedule_per_epoch needs lr_scheduler_type='cosine'",
         ),
         (
             {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
@@ -740,7 +740,7 @@ def test_damaged_results_are_told(out):
 
 def test_a_line_for_a_person(out, monkeypatch):
     lines = []
-    monkeypatch.setattr(ContinualTrainer, "_say", lambda self, line: lines.append(line))
+    monkeypatch.setattr(ContinualTrainer, "_print", lambda self, line: lines.append(line))
     make_trainer(out).train()
     assert len(lines) == 3
     pattern = r"task 2/3 task_1 \(blue, yellow\), \d+\.\d s: accuracy [01]\.\d{3} over 4 classes, [01]\.\d{3} with the"
@@ -783,7 +783,7 @@ def test_every_setting_that_moves_a_figure_is_the_runs(out, changes):
         make_trainer(out, **changes).train()
 
 
-def test_a_router_that_lacks_the_statistics_of_given_experts_says_so_before_training(out):
+def test_a_router_that_lacks_the_statistics_of_given_experts_prints_so_before_training(out):
     model = make_model({"old": ["x", "y"]})
     with pytest.raises(ValueError, match="old"):
         make_trainer(out, model=model, router="gaussian")
