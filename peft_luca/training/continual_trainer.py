@@ -92,7 +92,7 @@ class ContinualTrainer(StreamEvaluation):
             self.add_callback(ExpertProgressCallback)
         self.stream = stream
         self.luca_config = template
-        self.folder = RunFolder(args.output_dir, args.should_save)
+        self.folder = RunFolder(self.args.output_dir, args.should_save)
         self._task_features = TaskFeatures(stream, args, processing_class, collator.channels)
         self._records: list[Record] = []  # one per learned task, as results.json has them
         self._pushing: Future[Any] | None = None  # to the Hub, in the background
@@ -194,7 +194,7 @@ class ContinualTrainer(StreamEvaluation):
             try:
                 output = trainer.train()
             finally:
-                self.state.log_history += [{**entry, "task": task.name} for entry in trainer.state.log_history]
+                self.state.log_history += [entry | {"task": task.name} for entry in trainer.state.log_history]
             self.state.global_step += trainer.state.global_step
             self.state.max_steps += trainer.state.max_steps
             self.state.total_flos += trainer.state.total_flos

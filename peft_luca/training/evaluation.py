@@ -129,7 +129,7 @@ class StreamEvaluation(PublishingTrainer):
             files.append(self.folder.save_figure(name, figure))
             for callback in self.callback_handler.callbacks:
                 if getattr(callback, "tb_writer", None) is not None:
-                    callback.tb_writer.add_figure(f"plots/{name}", figure, self.state.global_step)  # type: ignore[attr-defined]
+                    callback.tb_writer.add_figure(f"plots/{name}", figure, self.state.global_step)
         return files
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:

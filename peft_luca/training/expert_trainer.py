@@ -279,7 +279,8 @@ class ExpertTrainer(PublishingTrainer):
         return ImageCollator(self.processing_class, columns[0], augmentation=augmentation, channels=channels)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        args, dataset = self.args, self.train_dataset
+        args: Any = self.args
+        dataset: Any = self.train_dataset
         if args.train_sampling_strategy != "random" or dataset is None or not has_length(dataset):
             return super().get_train_dataloader()
         processes = self.accelerator.num_processes
@@ -355,8 +356,8 @@ class ExpertTrainer(PublishingTrainer):
         if self.args.l1_proximal and not self._has_proximal_step:
             if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam)):  # AdamW is an Adam
                 raise ValueError(
-                    f"l1_proximal needs the step size of the optimizer, which is known for SGD, Adam and AdamW, not for "
-                    f"{type(optimizer).__name__}."
+                    f"l1_proximal needs the step size of the optimizer, which is known for SGD, Adam and AdamW, not "
+                    f"for {type(optimizer).__name__}."
                 )
             parameters = list(self.tuner.layer.luca_parameters(self.expert).values())
             weight = self.args.l1_weight or 0.0

@@ -42,7 +42,7 @@ class TaskFeatures:
     def __init__(
         self,
         stream: TaskStream,
-        args: ContinualTrainingArguments,
+        args: Any,
         processing_class: Any,
         channels: int,
     ) -> None:
@@ -100,7 +100,7 @@ class TaskFeatures:
         """Forgets what is in memory: another task may come under the name."""
         for kept in (self._features, self._digests):
             for split in ("train", "test"):
-                kept.pop((task.name, split), None)  # type: ignore[attr-defined]
+                kept.pop((task.name, split), None)
 
     def _extract(self, tuner: LucaModel, task: Task, split: str, view: int | None = None) -> FeatureDataset:
         dataset = task.train if split == "train" else task.test
