@@ -18,7 +18,7 @@ def some_digits(*wanted: int) -> Dataset:
 
 
 def learn(stream: TaskStream, folder: str | Path | None = None, **arguments: object) -> ContinualTrainer:
-    """A trainer that has learnt the stream, in a new folder unless one is given."""
+    """A trainer that has learned the stream, in a new folder unless one is given."""
     trainer = ContinualTrainer(
         model=load_backbone(str(BUNDLED_BACKBONE), "float32"),
         args=ContinualTrainingArguments(str(folder or mkdtemp()), **arguments),

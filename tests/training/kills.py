@@ -23,7 +23,7 @@ from helpers import make_trainer, read_json, trunk_tensors
 
 from peft_luca import ExpertTrainer
 from peft_luca.data import feature_file
-from peft_luca.training import continual_trainer, run_folder, task_features
+from peft_luca.training import evaluation, run_folder, task_features
 
 
 PHASES = ("begin", "extraction", "training", "saving", "evaluation")
@@ -49,7 +49,7 @@ def live(folder, shared):
     task_features.TaskFeatures._extract = marking(task_features.TaskFeatures._extract, "extraction", shared)
     ExpertTrainer.train = marking(ExpertTrainer.train, "training", shared)
     run_folder.RunFolder.add_expert = marking(run_folder.RunFolder.add_expert, "saving", shared)
-    continual_trainer.measure_stage = marking(continual_trainer.measure_stage, "evaluation", shared)
+    evaluation.measure_stage = marking(evaluation.measure_stage, "evaluation", shared)
     run = make_trainer(folder / "out", features_cache_dir=str(folder / "cache"), per_device_eval_batch_size=4)
     trunk = trunk_tensors(run.model)
     run.train(resume_from_checkpoint=True)
