@@ -2,11 +2,11 @@
 
 from ._registration import register
 from ._version import __version__
+from .data.collator import ImageCollator
 from .data.feature_cache import FeatureDataset
 from .data.task_stream import Task, TaskStream
 from .hub.publishing import list_experts, push_expert, push_experts
 from .hub.saving import load_expert, load_experts, save_expert, save_experts
-from .preprocessing import ImageCollator
 from .routing import Router, RoutingOutput
 from .training.arguments import ContinualTrainingArguments
 from .training.continual_trainer import ContinualTrainer

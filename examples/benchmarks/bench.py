@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from peft_luca import FeatureDataset, ImageCollator, LucaConfig, TaskStream
-from peft_luca.data.feature_cache import default_cache_dir, digest_images, extract_features, features_key
+from peft_luca.data.feature_cache import FeatureExtractor, default_cache_dir, digest_images, features_key
 from peft_luca.routing.statistics import unit_features
 from peft_luca.training.metrics import summarize
 
@@ -163,9 +163,8 @@ class Bench:
         images = digest_images(dataset, self.whole.image_column)
         key = features_key(tuner.backbone, self.collator, images)
         path = Path(default_cache_dir()) / f"{key}.arrow"
-        return extract_features(
-            lambda pixels: tuner.pooled_features(pixels.to(self.device)), dataset, self.collator, BATCH, path=path
-        )
+        extract = FeatureExtractor(lambda pixels: tuner.pooled_features(pixels.to(self.device)), self.collator, BATCH)
+        return extract(dataset, path)
 
     @torch.no_grad()
     def _time_a_pass(self, tuner: Any) -> float:

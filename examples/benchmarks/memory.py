@@ -79,7 +79,7 @@ def main() -> None:
         watch.start()
         file = Path(folder) / "features.arrow"
         generator = torch.Generator().manual_seed(0)
-        with PartialFeatures.of(file, "float32") as partial:
+        with PartialFeatures.open(file, "float32") as partial:
             for start in range(0, args.images, 8192):
                 rows = min(8192, args.images - start)
                 partial.append(rows, torch.randn(rows, args.width, generator=generator), [])

@@ -125,7 +125,7 @@ def main() -> None:
     times: dict[str, list[float]] = {"stock": [], "continual_train": [], "continual_train_task": []}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "features.arrow"
-        with PartialFeatures.of(file, "float32") as partial:
+        with PartialFeatures.open(file, "float32") as partial:
             partial.append(args.images, features, [])
             partial.finish()
         for i in range(args.rounds):

@@ -27,7 +27,7 @@ from sklearn.model_selection import StratifiedKFold
 from transformers import AutoImageProcessor, AutoModelForImageClassification, HfArgumentParser
 
 from peft_luca import ContinualTrainer, ContinualTrainingArguments, FeatureDataset, ImageCollator, LucaConfig
-from peft_luca.data.feature_cache import extract_features
+from peft_luca.data.feature_cache import FeatureExtractor
 from peft_luca.routing.discriminants import Gaussian
 from peft_luca.routing.router import get_router
 from peft_luca.routing.statistics import ClassStatistics
@@ -70,7 +70,7 @@ class Features:
         collator = ImageCollator(processor, stream.image_column)
         for task in stream:
             for split, dataset in (("train", task.train), ("test", task.test)):
-                found = extract_features(model.pooled_features, dataset, collator, 32)
+                found = FeatureExtractor(model.pooled_features, collator, 32)(dataset)
                 for name in task.classes:
                     self.by_class[name, split] = found.features[found.labels == stream.classes.index(name)]
         if args.features:

@@ -1,13 +1,14 @@
-"""[CLS] of images, once each, kept in Arrow files."""
+"""Features ([CLS] vectors) are computed once per image, and cached in Arrow files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +21,30 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from ..preprocessing import ROW, ImageCollator, SourceGoneError, read_bytes, to_rgb, undecoded
+from ..preprocessing import MissingSourceError, read_bytes, to_rgb, undecoded
 from ..tuner.backbone import BackboneFacts
-from .feature_file import STORAGE, PartialFeatures, is_finished, read_features
+from .collator import ROW, ImageCollator
+from .feature_file import STORAGE, PartialFeatures, read_features
 
 
-CACHE_FORMAT = 2
-# What can change the numbers without any argument changing.
+CACHE_FORMAT = 3
+# Other versions of these packages may compute other features.
 PACKAGES = ("torch", "torchvision", "transformers", "pillow", "datasets")
 
 
 class FeatureDataset(Dataset[dict[str, Tensor]]):
     """
-    [CLS] of images with their labels. Read from a cache, the features are a view of a memory-mapped file: they take no
-    memory of their own, and cannot be written to.
+    Features ([CLS] vectors) of images, with labels. Features from a cache are a read-only view of a memory-mapped
+    file, and take no memory.
 
     Args:
         features (`torch.Tensor` of shape `(images, d)`): [CLS] vectors.
         labels (`torch.Tensor` of shape `(images,)`): Class ids.
         views (`Sequence[torch.Tensor]`, *optional*):
-            [CLS] of several augmented views of the same images, of the same shape. They take turns, one per epoch.
+            Features of several augmented views of the same images, of the same shape. Each epoch uses the next one.
 
     Attributes:
-        skipped (`list[int]`): Rows of the dataset that are left out since their image could not be read.
+        skipped (`list[int]`): Rows of the dataset that are missing, because their image cannot be read.
     """
 
     def __init__(self, features: Tensor, labels: Tensor, views: Sequence[Tensor] = ()) -> None:
@@ -53,14 +55,14 @@ class FeatureDataset(Dataset[dict[str, Tensor]]):
 
     @classmethod
     def from_file(cls, path: Path, labels: Tensor) -> FeatureDataset:
-        """What [`extract_features`] wrote, with the labels of all rows of the dataset, in its order."""
+        """Reads a feature file. `labels` are those of all rows of the dataset, including the skipped ones."""
         features, rows = read_features(path)
         dataset = cls(features, labels if len(rows) == len(labels) else labels[rows])
         dataset.skipped = np.setdiff1d(np.arange(len(labels)), rows.numpy()).tolist()
         return dataset
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the next view, where there are several."""
+        """Selects the view of this epoch, if there are views."""
         if self.views:
             self.features = self.views[epoch % len(self.views)]
 
@@ -71,13 +73,13 @@ class FeatureDataset(Dataset[dict[str, Tensor]]):
         return {"features": _widen(self.features[index]), "labels": self.labels[index]}
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        # A whole batch at once: the loader's default, row by row and stacked again, costs more than the training step.
+        # Gathers a whole batch at once: collecting single rows would take longer than the training step.
         rows = torch.tensor(indices, dtype=torch.long)
         return {"features": _widen(self.features.index_select(0, rows)), "labels": self.labels.index_select(0, rows)}
 
     @staticmethod
     def collate(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a loader's `collate_fn` has left to do: nothing."""
+        """The `collate_fn` of a loader. [`~FeatureDataset.__getitems__`] returns a batch already."""
         return batch
 
 
@@ -86,29 +88,24 @@ def _widen(features: Tensor) -> Tensor:
 
 
 def default_cache_dir() -> Path:
-    """Where [CLS] is kept unless `features_cache_dir` says otherwise: a folder in the cache of `datasets`."""
+    """Returns the default folder of feature files, in the cache of `datasets`."""
     return Path(datasets.config.HF_DATASETS_CACHE) / "peft_luca"
 
 
 def features_key(backbone: BackboneFacts, collator: ImageCollator, images: str, dtype: str = "float32") -> str:
     """
-    The name under which [CLS] of images is kept: a digest of everything that its numbers depend on, so that a file
-    which is found is never stale. How many images pass at a time is not among it: that moves [CLS] by rounding only.
-
-    Args:
-        backbone ([`BackboneFacts`]): Its fingerprint, class and config.
-        collator ([`ImageCollator`]): The image processor with its settings, the augmentation, its view and seed.
-        images (`str`): [`digest_images`].
-        dtype (`str`, *optional*, defaults to `"float32"`): How [CLS] is stored.
+    Returns the name of a feature file: a digest of everything that its numbers depend on, so that a cached file is
+    never stale. `images` is the digest from [`digest_images`], `dtype` the storage type. The batch size is left out,
+    because it changes features by rounding only.
     """
     processor = collator.processing_class
     settings = processor.to_dict() if hasattr(processor, "to_dict") else None
     if settings is None or not type(processor).__module__.startswith("transformers."):
-        # Code of one's own: a digest of all that pickles of it.
+        # A processor of the user's own: its code counts too.
         settings = [settings, datasets.fingerprint.Hasher.hash(processor)]
     parts = {
         "format": CACHE_FORMAT,
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
         "backbone": [backbone.fingerprint, backbone.architecture],
         "processor": [f"{type(processor).__module__}.{type(processor).__qualname__}", settings],
         "augmentation": [collator.augmentation, collator.view, collator.seed if collator.augmentation else None],
@@ -118,18 +115,10 @@ def features_key(backbone: BackboneFacts, collator: ImageCollator, images: str, 
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:40]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def digest_images(dataset: Any, image_column: str) -> str:
     """
-    SHA-256 over the bytes of a dataset's images in their order: of the files themselves where the dataset only holds
-    paths. Labels, file names and times do not count: images are the same when their bytes are, and a file that was
-    changed in place is another. Reads everything once.
+    Returns a SHA-256 of the bytes of all images in order. Labels, file names and times do not count. A file that was
+    changed in place gives another digest, because all files are read.
     """
     digest = hashlib.sha256()
     images = undecoded(dataset.select_columns([image_column]), image_column)
@@ -137,154 +126,126 @@ def digest_images(dataset: Any, image_column: str) -> str:
         for image in rows[image_column].to_pylist():
             try:
                 content = read_bytes(image)
-            except SourceGoneError:
+            except MissingSourceError:
                 raise
-            except (OSError, ValueError):  # there is no such file, or cannot be
+            except (OSError, ValueError):  # the file is missing, or its path is not valid
                 digest.update(b"-1 ")
             else:
                 digest.update(f"{len(content)} ".encode() + content)
     return digest.hexdigest()
 
 
-def extract_features(
-    read: Callable[[Tensor], Tensor],
-    dataset: Any,
-    collator: ImageCollator,
-    batch_size: int,
-    num_workers: int = 0,
-    description: str = "Extracting features",
-    disable_tqdm: bool = False,
-    *,
-    path: Path | None = None,
-    dtype: str = "float32",
-    on_bad_image: str = "raise",
-    writes: bool = True,
-    loader_options: Mapping[str, Any] | None = None,
-) -> FeatureDataset:
+@dataclass
+class FeatureExtractor:
     """
-    One pass of the backbone over a dataset, into an Arrow file of the columns `features` and `row`. What is in the
-    file already is not computed again; what another process is computing is waited for; what was interrupted goes on
-    at the last batch that was written down. Batches begin at the same rows whatever the number of processes, which
-    take them in turns.
-
-    Args:
-        read (function): pixel values `(batch, channels, height, width)` → [CLS] `(batch, d)`.
-        dataset (`datasets.Dataset`): Rows of an image and, in the column `labels`, its label.
-        collator ([`ImageCollator`]): Rows → `pixel_values`.
-        batch_size (`int`): Images in a pass.
-        num_workers (`int`, *optional*, defaults to `0`): Processes that decode and preprocess images.
-        description (`str`, *optional*): What the progress bar says.
-        disable_tqdm (`bool`, *optional*, defaults to `False`): No progress bar.
-        path (`Path`, *optional*): The file. Without, [CLS] is kept in memory only.
-        dtype (`str`, *optional*, defaults to `"float32"`): `"float32"`, `"float16"` or `"bfloat16"`, in the file.
-        on_bad_image (`str`, *optional*, defaults to `"raise"`):
-            What an image does that cannot be read: `"raise"` or `"skip"`.
-        writes (`bool`, *optional*, defaults to `True`): Whether this process is one that writes the file.
-        loader_options (`dict`, *optional*): More arguments of the `DataLoader`.
-
-    Returns:
-        [`FeatureDataset`]: [CLS] on the CPU, in the dataset's order, in the type of the file.
-
-    Raises:
-        ValueError: an image cannot be read: with its row and its file.
-        OSError: the file cannot be written, or what the images are read from is not there any more.
+    Computes features of datasets, with one backbone pass per image. An interrupted extraction continues at its last
+    checkpoint. If another process computes the same file, this one waits for it. With several processes each computes
+    every n-th batch, and batches are the same as with one.
     """
-    if path is None:
-        with tempfile.TemporaryDirectory() as folder:
-            kept = extract_features(
-                read, dataset, collator, batch_size, num_workers, description, disable_tqdm,
-                path=Path(folder) / "features.arrow", dtype=dtype, on_bad_image=on_bad_image,
-                loader_options=loader_options,
-            )  # fmt: skip
-            kept.features = kept.features.clone()
-            return kept
-    process, total = PartialState(), len(dataset)
-    rank, processes = process.process_index, process.num_processes
-    with ExitStack() as stack:
-        partial = stack.enter_context(PartialFeatures.of(path, dtype)) if writes and not is_finished(path) else None
-        done = min(gather_object([total if partial is None else partial.rows]))
-        if done < total:
-            done -= done % batch_size
-        if partial is not None:
-            partial.go_back_to(done)
-        starts = range(done, total, batch_size)
-        batches: list[Any] = [range(s, min(s + batch_size, total)) for s in starts[rank::processes]]
-        loader: DataLoader[Any] = DataLoader(
-            _EncodedImages(dataset, collator.image_column),
-            batch_sampler=batches,
-            collate_fn=_ReadableImages(collator),
-            num_workers=num_workers,
-            **(loader_options or {}),
-        )
-        own_batches = iter(loader)
-        disable_tqdm = disable_tqdm or not process.is_main_process
-        with tqdm(total=total, initial=done, desc=description, unit="img", leave=False, disable=disable_tqdm) as bar:
-            for first in range(0, len(starts), processes):
-                part: tuple[Any, list[int]] = (None, [])
-                if first + rank < len(starts):
-                    pixels, bad = next(own_batches)
-                    if bad and on_bad_image == "raise":
-                        raise ValueError(_cannot_read(*bad[0]))
-                    vectors = None if pixels is None else read(pixels).to("cpu", STORAGE[dtype][2]).contiguous()
-                    part = (vectors, [row for row, *_ in bad])
-                parts = gather_object([part])
-                for start, (vectors, bad_rows) in zip(starts[first : first + processes], parts, strict=False):
-                    rows = min(batch_size, total - start)
+
+    pooled_features: Callable[[Tensor], Tensor]  # pixel values (batch, channels, height, width) -> (batch, d)
+    collator: ImageCollator
+    batch_size: int
+    num_workers: int = 0
+    dtype: str = "float32"  # storage type, a key of STORAGE
+    on_bad_image: str = "raise"  # or "skip": leave out images that cannot be read
+    writes: bool = True  # whether this process writes the file
+    disable_tqdm: bool = False
+    loader_options: Mapping[str, Any] = field(default_factory=dict)  # more arguments of the DataLoader
+
+    def __call__(
+        self, dataset: Any, path: Path | None = None, description: str = "Extracting features"
+    ) -> FeatureDataset:
+        """
+        Returns the features of a dataset of images and `labels`, on the CPU: from the file at `path` if it is
+        finished, else computed and written to it. Without a path they are kept in memory.
+
+        Raises:
+            ValueError: An image cannot be read. The message has its row and file.
+            OSError: The file cannot be written, or the folder, archive, disk or server of the images is missing.
+        """
+        if path is None:
+            with tempfile.TemporaryDirectory() as folder:
+                features = self(dataset, Path(folder) / "features.arrow", description)
+                features.features = features.features.clone()
+                return features
+        process, total = PartialState(), len(dataset)
+        images = _ReadableImages(dataset, self.collator)
+        needed = self.writes and not PartialFeatures.is_finished(path)
+        with PartialFeatures.open(path, self.dtype) if needed else nullcontext() as partial:
+            done = min(gather_object([total if partial is None else partial.rows]))
+            if done < total:
+                done -= done % self.batch_size
+            if partial is not None:
+                partial.truncate(done)
+            hidden = self.disable_tqdm or not process.is_main_process
+            with tqdm(desc=description, initial=done, total=total, unit="img", leave=False, disable=hidden) as bar:
+                for rows, vectors, bad_rows in self._batches(images, range(done, total, self.batch_size)):
                     if partial is not None:
                         partial.append(rows, vectors, bad_rows)
                     bar.update(rows)
-        if partial is not None:
-            partial.finish()
-    process.wait_for_everyone()
-    features = FeatureDataset.from_file(path, _labels(dataset))
-    if features.skipped and on_bad_image == "raise":
-        row, image = _EncodedImages(dataset, collator.image_column)[features.skipped[0]]
-        raise ValueError(_cannot_read(row, image["path"], "an earlier run has skipped it"))
-    return features
+            if partial is not None:
+                partial.finish()
+        process.wait_for_everyone()
+        labels = dataset.select_columns(["labels"]).with_format("arrow")[:]["labels"].to_numpy()
+        features = FeatureDataset.from_file(path, torch.tensor(labels))
+        if features.skipped and self.on_bad_image == "raise":
+            row = features.skipped[0]
+            path_of_image = images.images[row][self.collator.image_column]["path"]
+            raise _bad_image_error(row, path_of_image, "an earlier run skipped it")
+        return features
+
+    def _batches(self, images: _ReadableImages, starts: range) -> Iterator[tuple[int, Tensor | None, list[int]]]:
+        """Yields the number of rows, features and bad rows of all batches, on every process."""
+        rank, processes = PartialState().process_index, PartialState().num_processes
+        batches: list[Any] = [range(start, min(start + self.batch_size, starts.stop)) for start in starts]
+        loader: DataLoader[Any] = DataLoader(
+            images,
+            batch_sampler=batches[rank::processes],
+            collate_fn=FeatureDataset.collate,  # type: ignore[arg-type]
+            num_workers=self.num_workers,
+            **self.loader_options,
+        )
+        own_batches = iter(loader)
+        for i in range(0, len(batches), processes):
+            vectors, bad_rows = None, []
+            if i + rank < len(batches):
+                pixels, bad = next(own_batches)
+                if bad and self.on_bad_image == "raise":
+                    raise _bad_image_error(*bad[0])
+                bad_rows = [row for row, *_ in bad]
+                if pixels is not None:
+                    vectors = self.pooled_features(pixels).to("cpu", STORAGE[self.dtype][2]).contiguous()
+            parts = gather_object([(vectors, bad_rows)])
+            for batch, part in zip(batches[i : i + processes], parts, strict=False):
+                yield len(batch), *part
 
 
-def _labels(dataset: Any) -> Tensor:
-    return torch.tensor(dataset.select_columns(["labels"]).with_format("arrow")[:]["labels"].to_numpy())
-
-
-def _cannot_read(row: int, file: str | None, reason: str) -> str:
-    return (
-        f"the image in row {row} ({file or 'kept in the dataset, without a file name'}) cannot be read: {reason}. "
-        "Mend it or take it out, or leave such images out with on_bad_image='skip'."
+def _bad_image_error(row: int, file: str | None, reason: str) -> ValueError:
+    return ValueError(
+        f"the image in row {row} ({file or 'stored in the dataset, without a file name'}) cannot be read: {reason}. "
+        "Repair or remove it, or skip such images with on_bad_image='skip'."
     )
 
 
-class _EncodedImages(Dataset[Any]):
-    """Row numbers and images of a dataset as they lie there, not decoded yet."""
+class _ReadableImages(Dataset[Any]):
+    """Row numbers -> pixel values of the images that can be read; row, file and reason of those that cannot."""
 
-    def __init__(self, dataset: Any, image_column: str) -> None:
-        self.images = undecoded(dataset.select_columns([image_column]), image_column).with_format(None)
-        self.image_column = image_column
-
-    def __getitem__(self, row: int) -> tuple[int, dict[str, Any]]:
-        return row, self.images[row][self.image_column]
-
-    def __getitems__(self, rows: range) -> list[tuple[int, dict[str, Any]]]:
-        return list(zip(rows, self.images[rows][self.image_column], strict=True))
-
-
-class _ReadableImages:
-    """Encoded images → pixel values of those that can be read, and row, file and reason of those that cannot."""
-
-    def __init__(self, collator: ImageCollator) -> None:
+    def __init__(self, dataset: Any, collator: ImageCollator) -> None:
+        self.images = undecoded(dataset.select_columns([collator.image_column]), collator.image_column)
+        self.images = self.images.with_format(None)
         self.collator = collator
 
-    def __call__(
-        self, rows: list[tuple[int, dict[str, Any]]]
-    ) -> tuple[Tensor | None, list[tuple[int, str | None, str]]]:
+    def __getitems__(self, rows: range) -> tuple[Tensor | None, list[tuple[int, str | None, str]]]:
+        column = self.collator.image_column
         readable, bad = [], []
-        for row, encoded in rows:
+        for row, encoded in zip(rows, self.images[rows][column], strict=True):
             try:
                 image = to_rgb(encoded)
-            except SourceGoneError:
+            except MissingSourceError:
                 raise
-            except Exception as error:  # whatever a decoder raises at a broken file
+            except Exception as error:  # decoders raise many kinds of errors for a broken file
                 bad.append((row, encoded["path"], repr(error)))
             else:
-                readable.append({self.collator.image_column: image, ROW: row})
+                readable.append({column: image, ROW: row})
         return (self.collator(readable)["pixel_values"] if readable else None), bad

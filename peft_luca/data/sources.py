@@ -1,4 +1,4 @@
-"""What a user hands to a stream (datasets, folders, streams of rows, Hub ids) → a train and a test `Dataset`."""
+"""Datasets, folders, streaming datasets and Hub ids -> a train and a test `Dataset`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from datasets import (
 )
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
+from ..utils import list_names
 
-DatasetLike: TypeAlias = (
-    Dataset | DatasetDict | IterableDataset | IterableDatasetDict | tuple[Dataset, Dataset | None] | str | Path
-)
+
+SingleDataset: TypeAlias = Dataset | DatasetDict | IterableDataset | IterableDatasetDict | str | Path
+DatasetLike: TypeAlias = SingleDataset | tuple[Dataset, Dataset | None]
 
 IMAGE_SUFFIXES = frozenset(ImageFolder.EXTENSIONS)
-# Folders that are splits and not classes, as `datasets` knows them, where their images lie in folders of their own.
+# Names of folders that are splits rather than classes, as in `datasets`.
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 SPLITS |= {"validation": "validation", "valid": "validation", "val": "validation", "dev": "validation"}
-# A folder that has one of these says itself what its labels are: `datasets` reads it.
-DESCRIBED = ("metadata.csv", "metadata.jsonl", "metadata.parquet", "dataset_dict.json", "dataset_info.json")
+# A folder with one of these files describes its labels itself: `datasets` reads it.
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet", "dataset_dict.json", "dataset_info.json")
 TABLES = (".parquet", ".arrow")
 
 
-def splits_of(
+def load_splits(
     dataset: DatasetLike, train_split: str = "train", test_split: str | None = None
 ) -> tuple[Dataset, Dataset | None]:
-    """The train and the test images of a data set, read where they are not `datasets` yet."""
+    """Returns the train and the test images of anything that a [`TaskStream`] accepts."""
     if isinstance(dataset, str | Path):
         dataset = read_image_folder(Path(dataset)) or load_dataset(str(dataset))
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
@@ -56,133 +57,39 @@ def splits_of(
         train, test = dataset
     else:
         train, test = dataset, None
-    train, test = _on_disk(train), _on_disk(test)
-    for part in (train,) if test is None else (train, test):
-        if not isinstance(part, Dataset):
-            raise TypeError(
-                f"found a {type(part).__name__}; needed a datasets.Dataset, a DatasetDict, a pair (train, test), or "
-                "what datasets.load_dataset reads"
-            )
-        if part.format["type"] == "custom":
-            raise ValueError(
-                "the dataset has a transform (set_transform or with_transform), which would be lost; call "
-                "reset_format() on it and leave transforming the images to the trainer"
-            )
-    return train, test
+    return _load(train), None if test is None else _load(test)
 
 
-def read_image_folder(root: Path) -> DatasetDict | None:
-    """
-    A folder of images, with a folder for each class, in `train` and `test` (or `validation`) or directly; `None` where
-    it is something else, which is for `datasets.load_dataset`.
-
-    The class of an image is the name of the folder that it lies in. Files that are no images, and hidden ones, are
-    passed by: `load_dataset` counts them when it guesses what kind of data a folder holds, and puts the images of a
-    class called `test` into the test split.
-
-    Raises:
-        ValueError: images lie where it cannot be told which class they are of.
-    """
-    root = root.absolute()
-    files = sorted(_files(root)) if root.is_dir() else []
-    images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
-    described = any(file.name in DESCRIBED or file.suffix in TABLES for file in files)
-    if not images or described or _has_configs(root / "README.md"):
-        return None
-    below: dict[str, list[Path]] = {}
-    for image in images:
-        below.setdefault(image.relative_to(root).parts[0], []).append(image)
-    nested = {top for top, found in below.items() if all(len(image.relative_to(root).parts) > 2 for image in found)}
-    split_folders = sorted(top for top in nested if top.lower() in SPLITS)
-    if not split_folders:
-        if all(top.lower() in SPLITS for top in below):
-            raise ValueError(
-                f"the images in {root} lie in {_names(below)}, which may be splits or classes: put a folder for each "
-                "class into them, or, if they are classes, put them into a folder 'train'"
-            )
-        # Above the classes' folders: what is read as one would mix them.
-        inner = [{SPLITS[p.lower()] for p in i.relative_to(root).parts[:-2] if p.lower() in SPLITS} for i in images]
-        splits = set.union(*inner)
-        if len(splits) > 1 or all(inner):
-            first = images[[bool(found) for found in inner].index(True)]
-            raise ValueError(
-                f"{root} has its splits {_names(splits)} further down, as in {first}: pass the folder they lie in"
-            )
-        groups = {"train": (root, images)}
-    else:
-        beside = sorted(set(below) - set(split_folders))
-        if beside:
-            raise ValueError(
-                f"{root} has images in {_names(beside)}, beside its splits {_names(split_folders)}; move them into a "
-                "class's folder of a split, or away"
-            )
-        named = [SPLITS[top.lower()] for top in split_folders]
-        if len(set(named)) < len(named):
-            raise ValueError(f"{root} has the folders {_names(split_folders)}, which name a split twice; keep one")
-        groups = {split: (root / top, below[top]) for split, top in zip(named, split_folders, strict=True)}
-    for base, found in groups.values():
-        _check_depths(base, found)
-    names = sorted({image.parent.name for _, found in groups.values() for image in found})
-    features = Features({"image": Image(), "label": ClassLabel(names=names)})
-    return DatasetDict(
-        {
-            split: Dataset.from_dict(
-                {"image": [str(image) for image in found], "label": [image.parent.name for image in found]},
-                features=features,
-            )
-            for split, (_, found) in groups.items()
-        }
-    )
-
-
-def _files(root: Path) -> Iterator[Path]:
-    """The files below a folder, hidden ones left out; links to folders are followed, each folder once."""
-    seen: set[str] = set()
-    for folder, inside, files in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
-        inside[:] = [] if real in seen else [name for name in inside if not name.startswith(".")]
-        files = [] if real in seen else files
-        seen.add(real)
-        yield from (Path(folder) / name for name in files if not name.startswith("."))
-
-
-def _has_configs(card: Path) -> bool:
-    """Whether a data set's card says where its files are."""
-    if not card.is_file():
-        return False
-    _, *front_matter = card.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
-    return any(line.startswith("configs:") for line in "".join(front_matter[:1]).splitlines())
-
-
-def _check_depths(base: Path, images: list[Path]) -> None:
-    """All images of a split lie equally deep, each in the folder of its class."""
-    depths = {len(image.relative_to(base).parts) for image in images}
-    if depths & {1} or len(depths) > 1:
-        by_depth = sorted(depths, key=lambda d: sum(len(i.relative_to(base).parts) == d for i in images))
-        odd = next(image for image in images if len(image.relative_to(base).parts) == by_depth[0])
-        raise ValueError(
-            f"{odd} does not lie in a class's folder as deep as the other images of {base} do, so that its class "
-            "cannot be told; move it into its class's folder, or away"
+def _load(dataset: Any) -> Dataset:
+    if isinstance(dataset, IterableDataset):
+        dataset = _read_streaming(dataset)
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"found a {type(dataset).__name__}; needed a datasets.Dataset, a DatasetDict, a pair (train, test), or "
+            "what datasets.load_dataset reads"
         )
+    if dataset.format["type"] == "custom":
+        raise ValueError(
+            "the dataset has a transform (set_transform or with_transform), which would be lost; call reset_format() "
+            "on it and leave transforming the images to the trainer"
+        )
+    for name, feature in dataset.features.items():
+        if isinstance(feature, dict) and feature.keys() == {"bytes", "path"}:  # images in a table of pandas
+            dataset = dataset.cast_column(name, Image())
+    return dataset
 
 
-def _names(names: Any) -> str:
-    return ", ".join(repr(name) for name in sorted(names)[:5])
-
-
-def _on_disk(dataset: Any) -> Any:
-    """A streaming dataset read once, to its end, into a file that goes with the process; anything else as it is."""
-    if not isinstance(dataset, IterableDataset):
-        return dataset
+def _read_streaming(dataset: IterableDataset) -> Dataset:
+    """Reads a streaming dataset once, into a temporary file that is removed when the process ends."""
     dataset, features = dataset.with_format(None), dataset.features
     for name, feature in (features or {}).items():
-        if isinstance(feature, Image):  # as it is encoded: decoded and encoded again it would not be the same
+        if isinstance(feature, Image):  # keeps the encoded bytes: encoding a decoded image again changes it
             dataset = dataset.cast_column(name, Image(decode=False))
-    rows, read, ended = dataset, 0, False
+    read, ended = 0, False
 
-    def counted() -> Iterator[Any]:
+    def rows() -> Iterator[Any]:
         nonlocal read, ended
-        for row in rows:
+        for row in dataset:
             yield row
             read += 1
         ended = True
@@ -190,13 +97,101 @@ def _on_disk(dataset: Any) -> Any:
     folder = tempfile.mkdtemp(prefix="peft_luca_stream_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        encoded = Dataset.from_generator(counted, features=rows.features, cache_dir=folder)
+        encoded = Dataset.from_generator(rows, features=dataset.features, cache_dir=folder)
         return encoded if features is None else encoded.cast(features)
     except Exception as error:
-        if ended and not read:  # no fault, and nothing to make a file of
+        if ended and not read:  # `datasets` cannot write a file without rows
             return Dataset.from_dict({name: [] for name in features or ()}, features=features)
         cause = error.__cause__ or error
         raise ValueError(
-            f"the streaming dataset broke off after {read} rows: {cause!r}. None of them was kept: mend its source, "
-            "and make the stream again"
+            f"the streaming dataset failed after {read} rows: {cause!r}. None of them is used: repair its source, and "
+            "make the stream again"
         ) from cause
+
+
+def read_image_folder(root: Path) -> DatasetDict | None:
+    """
+    Reads a folder of images, with a folder for each class, in `train` and `test` (or `validation`) or directly.
+    Returns `None` if it is not such a folder: then `datasets.load_dataset` has to read it.
+
+    The class of an image is the name of its folder. Other files and hidden files are ignored. `load_dataset` would
+    count them to guess the type of the data, and would put the images of a class called `test` into the test split.
+    """
+    root = root.absolute()
+    files = sorted(_files(root)) if root.is_dir() else []
+    images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+    described = any(file.name in METADATA or file.suffix in TABLES for file in files)
+    if not images or described or _has_configs(root / "README.md"):
+        return None
+    groups = _group_by_split(root, images)
+    for base, found in groups.values():
+        _check_depths(base, found)
+    names = sorted({image.parent.name for image in images})
+    features = Features({"image": Image(), "label": ClassLabel(names=names)})
+    columns = {
+        split: {"image": [str(image) for image in found], "label": [image.parent.name for image in found]}
+        for split, (_, found) in groups.items()
+    }
+    return DatasetDict({split: Dataset.from_dict(columns[split], features) for split in columns})
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Yields the files below a folder except hidden ones. Links to folders are followed, but each folder only once."""
+    seen: set[str] = set()
+    for folder, folders, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
+        if real not in seen:
+            yield from (Path(folder) / name for name in files if not name.startswith("."))
+        seen.add(real)
+
+
+def _has_configs(card: Path) -> bool:
+    """Whether the card of a dataset says where its files are."""
+    if not card.is_file():
+        return False
+    _, *front_matter = card.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
+    return any(line.startswith("configs:") for line in "".join(front_matter[:1]).splitlines())
+
+
+def _group_by_split(root: Path, images: list[Path]) -> dict[str, tuple[Path, list[Path]]]:
+    """Returns the folder and the images of each split. Without folders of splits, all images are for training."""
+    parts = {image: image.relative_to(root).parts for image in images}
+    tops = {path[0] for path in parts.values()}
+    without_classes = {path[0] for path in parts.values() if len(path) <= 2}
+    split_folders = sorted(top for top in tops - without_classes if top.lower() in SPLITS)
+    if split_folders:
+        if others := sorted(tops - set(split_folders)):
+            beside = f"images in {list_names(others)}, beside its splits {list_names(split_folders)}"
+            raise ValueError(f"{root} has {beside}; move them into the folder of a class in a split, or away")
+        splits = [SPLITS[top.lower()] for top in split_folders]
+        if len(set(splits)) < len(splits):
+            raise ValueError(f"{root} has the folders {list_names(split_folders)}, which name a split twice; keep one")
+        groups = zip(splits, split_folders, strict=True)
+        return {split: (root / top, [i for i in images if parts[i][0] == top]) for split, top in groups}
+    if all(top.lower() in SPLITS for top in tops):
+        raise ValueError(
+            f"the images in {root} are in {list_names(sorted(tops))}, which may be splits or classes: put a folder "
+            "for each class into them or, if they are classes, put them into a folder 'train'"
+        )
+    # Folders of splits above the folders of classes: reading them as one set would mix the splits.
+    inner = [{SPLITS[part.lower()] for part in path[:-2] if part.lower() in SPLITS} for path in parts.values()]
+    splits_below = set.union(*inner)
+    if len(splits_below) > 1 or all(inner):
+        example = next(image for image, found in zip(images, inner, strict=True) if found)
+        raise ValueError(
+            f"{root} has its splits {list_names(sorted(splits_below))} further down, as in {example}: pass the folder "
+            "they are in"
+        )
+    return {"train": (root, images)}
+
+
+def _check_depths(base: Path, images: list[Path]) -> None:
+    """Checks that all images of a split are equally deep, and in the folder of a class."""
+    depths = [len(image.relative_to(base).parts) for image in images]
+    if min(depths) == 1 or len(set(depths)) > 1:
+        odd = images[depths.index(min(set(depths), key=depths.count))]
+        raise ValueError(
+            f"{odd} is not in a folder of a class as deep as the other images of {base}, so its class is not clear; "
+            "move it into the folder of its class, or away"
+        )

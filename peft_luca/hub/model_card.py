@@ -7,6 +7,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,25 +43,12 @@ CONFIG_SETTINGS = ("arrangement", "norm_position", "reduction", "adapter_width",
 PACKAGES = ("peft", "transformers", "torch", "datasets", "huggingface_hub")
 
 
-def make_card(
-    tuner: LucaModel,
-    repo_id: str,
-    *,
-    expert: str | None = None,
-    base_model: str | None = None,
-    license: str | None = None,
-    datasets: str | Sequence[str] | None = None,
-    results: Mapping[str, Any] | None = None,
-    card_data: Mapping[str, Any] | None = None,
-    picture: bool = False,
-) -> str:
+@dataclass(frozen=True)
+class CardFacts:
     """
-    Makes the text of README.md.
+    What a card says that the model does not know.
 
     Args:
-        tuner ([`LucaModel`]): The experts.
-        repo_id (`str`): The repository.
-        expert (`str`, *optional*): The one expert at the repository's root. Without it, a collection of all experts.
         base_model (`str`, *optional*): Hub id of the backbone. Never a path.
         license (`str`, *optional*): Licence of the experts.
         datasets (`str` or `Sequence[str]`, *optional*): Hub ids of the training data.
@@ -68,20 +56,40 @@ def make_card(
         card_data (`dict`, *optional*):
             More fields of [`~huggingface_hub.ModelCardData`], such as `language`. Its `tags` are added to the others,
             its `model_name` is the title.
+    """
+
+    base_model: str | None = None
+    license: str | None = None
+    datasets: str | Sequence[str] | None = None
+    results: Mapping[str, Any] | None = None
+    card_data: Mapping[str, Any] | None = None
+
+
+def make_card(
+    tuner: LucaModel, repo_id: str, facts: CardFacts, *, expert: str | None = None, picture: bool = False
+) -> str:
+    """
+    Makes the text of README.md.
+
+    Args:
+        tuner ([`LucaModel`]): The experts.
+        repo_id (`str`): The repository.
+        facts ([`CardFacts`]): What else is known.
+        expert (`str`, *optional*): The one expert at the repository's root. Without it, a collection of all experts.
         picture (`bool`, *optional*, defaults to `False`): Whether the accuracy matrix is there as a picture.
     """
-    results, more = results or {}, dict(card_data or {})
-    datasets = [datasets] if isinstance(datasets, str) else list(datasets or ())
+    results, more = facts.results or {}, dict(facts.card_data or {})
+    datasets = [facts.datasets] if isinstance(facts.datasets, str) else list(facts.datasets or ())
     names = list(tuner.experts) if expert is None else [expert]
     labels = FIGURES if expert is None else EXPERT_FIGURES
     figures = collection_figures(results) if expert is None else expert_figures(results, expert)
     title = more.pop("model_name", None) or repo_id.split("/")[-1]
     data = ModelCardData(
         library_name="peft",
-        base_model=base_model,
+        base_model=facts.base_model,
         pipeline_tag="image-classification",
         tags=[*TAGS, *more.pop("tags", ()), *_class_tags(tuner, names)],
-        license=license,
+        license=facts.license,
         datasets=datasets or None,
         model_name=title if figures else None,
         eval_results=_eval_results(figures, labels, datasets) or None,

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
+from huggingface_hub import CommitInfo, HfApi, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from peft import PeftModel
 from peft.utils import CONFIG_NAME
@@ -22,6 +22,7 @@ from .model_card import (
     CARD_NAME,
     PICTURE_NAME,
     TAGS,
+    CardFacts,
     class_tag,
     collection_figures,
     draw_accuracy_matrix,
@@ -84,20 +85,10 @@ def push_expert(
     with tempfile.TemporaryDirectory() as staging:
         folder = Path(staging)
         save_expert(model, name, folder, statistics=statistics)
-        base_model = _base_model(api, tuner, base_model)
-        _set_base_model(folder, base_model)
+        facts = CardFacts(_base_model(api, tuner, base_model), license, datasets, results, card_data)
+        _set_base_model(folder, facts.base_model)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        card = make_card(
-            tuner,
-            repo_id,
-            expert=name,
-            base_model=base_model,
-            license=license,
-            datasets=datasets,
-            results=results,
-            card_data=card_data,
-        )
-        (folder / CARD_NAME).write_text(card, encoding="utf-8")
+        (folder / CARD_NAME).write_text(make_card(tuner, repo_id, facts, expert=name), encoding="utf-8")
         return _mirror(api, folder, repo_id, revision, commit_message or f"Push expert {name}")
 
 
@@ -147,28 +138,17 @@ def push_experts(
     folder = Path(staging.name)
     try:
         save_experts(model, folder, statistics=statistics)
-        base_model = _base_model(api, tuner, base_model)
+        facts = CardFacts(_base_model(api, tuner, base_model), license, datasets, results, card_data)
         for name in names:
-            _set_base_model(folder / name, base_model)
+            _set_base_model(folder / name, facts.base_model)
         if processing_class is not None:
             processing_class.save_pretrained(str(folder))
-        picture = False
         if results is not None:
             _add_metrics(folder / MANIFEST_NAME, results)
             write_json(folder / RESULTS_NAME, results)
-            picture = draw_accuracy_matrix(results, folder / PICTURE_NAME)
+        picture = draw_accuracy_matrix(results or {}, folder / PICTURE_NAME)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        card = make_card(
-            tuner,
-            repo_id,
-            base_model=base_model,
-            license=license,
-            datasets=datasets,
-            results=results,
-            card_data=card_data,
-            picture=picture,
-        )
-        (folder / CARD_NAME).write_text(card, encoding="utf-8")
+        (folder / CARD_NAME).write_text(make_card(tuner, repo_id, facts, picture=picture), encoding="utf-8")
     except BaseException:
         staging.cleanup()
         raise
@@ -206,27 +186,25 @@ def list_experts(
 
 
 def _mirror(api: HfApi, folder: Path, repo_id: str, revision: str | None, commit_message: str) -> CommitInfo:
-    """Mirrors a folder, of one expert or of a collection, to the Hub in one commit, with the card last."""
+    """Mirrors a folder, of one expert or of a collection, to the Hub in one commit."""
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    files[CARD_NAME] = files.pop(CARD_NAME)
+    collection = (folder / MANIFEST_NAME).is_file()
     for first_try in (True, False):
-        parent = api.model_info(repo_id, revision=revision).sha
-        there = api.list_repo_files(repo_id, revision=parent)
-        if MANIFEST_NAME in files and CONFIG_NAME in there:
+        info = api.model_info(repo_id, revision=revision)
+        there = {sibling.rfilename for sibling in info.siblings or ()}
+        if collection and CONFIG_NAME in there:
             raise ValueError(f"{repo_id} holds a single expert, not a collection. Push to another repository.")
-        if CONFIG_NAME in files and MANIFEST_NAME in there:
+        if not collection and MANIFEST_NAME in there:
             raise ValueError(f"{repo_id} holds a collection, not a single expert. Push to another repository.")
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationDelete(path)
-            for path in there
-            if path not in files and (path == PICTURE_NAME or path.split("/", 1)[-1] in EXPERT_FILES)
-        ]
-        operations += [CommitOperationAdd(name, str(path)) for name, path in files.items()]
         try:
-            return api.create_commit(
-                repo_id, operations, commit_message=commit_message, revision=revision, parent_commit=parent
+            return api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message=commit_message,
+                revision=revision,
+                parent_commit=info.sha,
+                delete_patterns=[PICTURE_NAME, *EXPERT_FILES, *(f"*/{file}" for file in EXPERT_FILES)],
             )
         except HfHubHTTPError as error:
             if error.response.status_code != 412:
@@ -241,7 +219,7 @@ def _mirror(api: HfApi, folder: Path, repo_id: str, revision: str | None, commit
 
 
 def _base_model(api: HfApi, tuner: LucaModel, given: str | None) -> str | None:
-    """Returns the Hub id of the backbone: as given, or where it was loaded from if that is on the Hub. Never a path."""
+    """Returns the Hub id of the backbone: as given, or where it was loaded from. Never a path."""
     name = given or getattr(tuner.model, "name_or_path", None) or None
     if name is None:
         return None

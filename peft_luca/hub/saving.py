@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..routing import LabelSpace, Router, make_router
 from ..routing.statistics import ClassStatistics
 from ..tuner.backbone import check_backbone
 from ..tuner.config import LucaConfig
@@ -157,9 +159,7 @@ def save_statistics(statistics: ClassStatistics, folder: Source) -> None:
 def _check_known(tuner: LucaModel, names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in tuner.experts]
     if unknown:
-        raise ValueError(
-            f"there is no expert {show(unknown[0])} to save. The model has {list_names(list(tuner.experts))}."
-        )
+        raise ValueError(f"there is no expert {show(unknown[0])} to save. The model has {list_names(tuner.experts)}.")
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------
@@ -234,8 +234,7 @@ def load_expert(
     statistics: bool = True,
 ) -> PeftModel:
     """
-    Adds one expert to a backbone, or to a model that has experts already. Its files are read and checked before the
-    model is changed.
+    Adds one expert to a backbone, or to a model that has experts already, as [`load_experts`] does.
 
     Args:
         model (`nn.Module`): The backbone with a head, or a model with experts.
@@ -243,15 +242,8 @@ def load_expert(
         name (`str`, *optional*):
             What the expert is called in the model, by default the last part of its id. Of a collection: which of its
             experts; no other is downloaded, and the collection's router is not set.
-        revision (`str`, *optional*): Branch, tag or commit on the Hub.
-        token (`str` or `bool`, *optional*): Hub token.
         rename (`dict`, *optional*): Other names for classes, `{class: name}`.
-        allow_mismatch (`bool`, *optional*, defaults to `False`): Load an expert of another backbone too.
-        statistics (`bool`, *optional*, defaults to `True`): Load its statistics too.
-
-    Raises:
-        InvalidExpertError: the source is not an expert, or its files are not sound.
-        ValueError: the model has an expert of that name, or the expert is of another backbone.
+        revision, token, allow_mismatch, statistics: See [`load_experts`].
     """
     places = ["", f"{name}/"] if name and NAME_RULE.fullmatch(name) else [""]
     folder = _local(source, revision, token, places, statistics)
@@ -316,82 +308,83 @@ def _load(
 ) -> PeftModel:
     """Reads and checks everything, then adds the experts to the model."""
     tuner = tuner_of(model) if isinstance(model, PeftModel) else None
-    names = [*(tuner.experts if tuner else ()), *(name for name, _ in folders)]
-    counts = Counter(name.lower() for name in names)  # one folder, on some file systems
+    names = [name for name, _ in folders]
+    counts = Counter(name.lower() for name in [*(tuner.experts if tuner else ()), *names])  # as folders' names are
     twice = [name for name in names if counts[name.lower()] > 1]
     if twice:
         raise ValueError(
-            f"more than one expert is called {twice[-1]!r}. Give them other names: load_experts(model, {{'name': "
+            f"more than one expert is called {twice[0]!r}. Give them other names: load_experts(model, {{'name': "
             "source, ...})."
         )
-    unknown = sorted(set(rename) - {name for name, _ in folders})
+    unknown = sorted(set(rename) - set(names))
     if unknown:
-        raise ValueError(
-            f"rename names the experts {unknown}, but those to load are {list_names([name for name, _ in folders])}."
-        )
-    experts = _read_experts(model, dict(folders), rename, allow_mismatch, statistics)
-    router = None if manifest is None else manifest.make_router()
-    if manifest is not None and router is not None:
-        _check_router(router, manifest, tuner, experts)
-
-    # From here on nothing is refused.
-    for name, expert in experts.items():
-        if tuner is None:
-            with quiet_peft():
-                model = PeftModel(model, expert.config, adapter_name=name)
-            tuner = tuner_of(model)
-            # PEFT 0.21 makes rows trainable again when it casts them, in a half-precision model.
-            tuner.set_requires_grad(name, False)
-            _fill(tuner.layer, name, expert)
-        else:
-            tuner.add_expert(name, expert.config, expert.tensors, expert.statistics)
-    assert tuner is not None
-    if router is not None:
-        tuner.set_router(router)
-    model.eval()
-    return model
-
-
-def _read_experts(
-    model: nn.Module,
-    folders: Mapping[str, Path],
-    rename: Mapping[str, Mapping[str, str]],
-    allow_mismatch: bool,
-    statistics: bool,
-) -> dict[str, _Expert]:
+        raise ValueError(f"rename names the experts {unknown}, but those to load are {list_names(names)}.")
     base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
-    heads: dict[str, Head] = {}  # looked for once, where a thousand experts say the same of it
+    heads: dict[str, Head] = {}
     experts: dict[str, _Expert] = {}
-    for name, folder in folders.items():
+    for name, folder in folders:
         if not (folder / CONFIG_NAME).is_file():
             raise InvalidExpertError(f"{folder} is not an expert and not a collection: it has no {CONFIG_NAME}.")
         config = read_config(folder)
         config.inference_mode, config.allow_mismatch = True, allow_mismatch
         key = repr((config.target_modules, config.pooled))
-        if key not in heads:
+        if key not in heads:  # found once for a thousand experts
             heads[key] = _find_head(base, folder, config)
-        head = heads[key]
-        check_expert_name(name, model, head.name)
-        tensors = read_weights(folder, config, head.name, head.width)
-        _check_fingerprint(base, head, config, name, tensors)
-        found = None
-        if statistics and (folder / STATISTICS_NAME).is_file():
-            found = read_statistics(folder)
-            if list(found.classes) != config.classes or found.means.shape[1] != head.width:
-                raise InvalidExpertError(
-                    f"{folder / STATISTICS_NAME} is of the classes {list(found.classes)[:5]} in {found.means.shape[1]} "
-                    f"dimensions, but the expert has {(config.classes or [])[:5]} in {head.width}. Load it without: "
-                    "statistics=False."
-                )
-        config.classes = _rename(name, config.classes or [], rename.get(name, {}))
-        if found is not None:
-            found = replace(found, classes=tuple(config.classes))
-        experts[name] = _Expert(config, tensors, found)
-    return experts
+        check_expert_name(name, model, heads[key].name)
+        experts[name] = _read_expert(folder, name, config, base, heads[key], rename.get(name, {}), statistics)
+    router = None if manifest is None else _make_router(manifest, tuner, experts)
+
+    # From here on nothing is refused.
+    for name, expert in experts.items():
+        if tuner is not None:
+            tuner.add_expert(name, *expert)
+            continue
+        with quiet_peft():
+            model = PeftModel(model, expert.config, adapter_name=name)
+        tuner = tuner_of(model)
+        tuner.layer.load_expert(name, expert.tensors)
+        if expert.statistics is not None:
+            tuner.layer.set_statistics(name, expert.statistics)
+    if tuner is not None and router is not None:
+        tuner.set_router(router)
+    assert isinstance(model, PeftModel)
+    return model.eval()
+
+
+def _read_expert(
+    folder: Path,
+    name: str,
+    config: LucaConfig,
+    base: nn.Module,
+    head: Head,
+    rename: Mapping[str, str],
+    statistics: bool,
+) -> _Expert:
+    tensors = read_weights(folder, config, head.name, head.width)
+    if config.fingerprint is None and not config.allow_mismatch:
+        raise InvalidExpertError(
+            f"expert {name!r} does not say which backbone it was trained on: its config has no fingerprint. Set "
+            "allow_mismatch=True to load it all the same."
+        )
+    check_backbone(base, head, config, name, tensors)
+    classes = config.classes or []
+    unknown = sorted(set(rename) - set(classes))
+    if unknown:
+        raise ValueError(f"rename names the classes {unknown}, but expert {name!r} has {list_names(classes)}.")
+    config.classes = check_classes([rename.get(label, label) for label in classes])
+    if not statistics or not (folder / STATISTICS_NAME).is_file():
+        return _Expert(config, tensors, None)
+    found = read_statistics(folder)
+    if list(found.classes) != classes or found.means.shape[1] != head.width:
+        raise InvalidExpertError(
+            f"{folder / STATISTICS_NAME} is of the classes {list_names(found.classes)} in {found.means.shape[1]} "
+            f"dimensions, but the expert has {list_names(classes)} in {head.width}. Load it with statistics=False."
+        )
+    return _Expert(config, tensors, replace(found, classes=tuple(config.classes)))
 
 
 def _find_head(base: nn.Module, folder: Path, config: LucaConfig) -> Head:
-    """Finds the head that an expert goes in place of: the one that the model's experts have taken, if there are any."""
+    """Finds the head that an expert goes in place of, which is that of the model's experts, if there are any."""
     try:
         head = find_head(base, config)
     except ValueError as error:
@@ -399,33 +392,38 @@ def _find_head(base: nn.Module, folder: Path, config: LucaConfig) -> Head:
     places = [name for name, module in base.named_modules() if isinstance(module, LucaLayer)]
     if places not in ([], [head.name]):
         raise InvalidExpertError(
-            f"{folder}: the expert sits on {head.name!r}, and those of the model on {places[0]!r}."
+            f"{folder}: the expert goes in place of {head.name!r}, but those of the model in place of {places[0]!r}."
         )
     return head
 
 
-def _check_fingerprint(base: nn.Module, head: Head, config: LucaConfig, name: str, tensors: dict[str, Tensor]) -> None:
-    if config.allow_mismatch:
-        return
-    if config.fingerprint is None:
+def _make_router(manifest: Manifest, tuner: LucaModel | None, experts: Mapping[str, _Expert]) -> Router | None:
+    """Makes a collection's router, and prepares it for the experts as they will be in the model to see that it can."""
+    if manifest.router is None:
+        return None
+    classes: dict[str, Sequence[str]] = dict(tuner.experts) if tuner else {}
+    statistics = dict(tuner.statistics) if tuner else {}
+    references: dict[str, Any] = {name: tuner.layer.experts.reference(name) for name in tuner.experts} if tuner else {}
+    for name, expert in experts.items():
+        classes[name] = expert.config.classes or ()
+        mean, std = expert.tensors["luca_reference_mean"].float(), expert.tensors["luca_reference_std"].float()
+        references[name] = (mean, std) if expert.config.reference else None
+        if expert.statistics is not None:
+            statistics[name] = expert.statistics
+    names = list(classes)
+    preview: Any = SimpleNamespace(
+        names=names,
+        by_name=torch.tensor(sorted(range(len(names)), key=names.__getitem__)),
+        label_space=LabelSpace(classes),
+        statistics=statistics,
+        reference=lambda name: references[name] and [tensor.cpu() for tensor in references[name]],
+    )
+    try:
+        router = make_router(manifest.router["name"], **manifest.router["options"])
+        router.prepare(preview)
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise InvalidExpertError(
-            f"expert {name!r} does not say which backbone it was trained on: its config has no fingerprint. Set "
-            "allow_mismatch=True to load it all the same."
-        )
-    check_backbone(base, head, config, name, tensors)
-
-
-def _rename(expert: str, classes: list[str], rename: Mapping[str, str]) -> list[str]:
-    unknown = sorted(set(rename) - set(classes))
-    if unknown:
-        raise ValueError(f"rename names the classes {unknown}, but expert {expert!r} has {list_names(classes)}.")
-    return check_classes([rename.get(name, name) for name in classes])
-
-
-def _fill(layer: LucaLayer, name: str, expert: _Expert) -> None:
-    """Fills the tensors of an expert that was just made."""
-    with torch.no_grad():
-        for key, tensor in layer.tensors(name).items():  # `luca_adapter_down.NAME.weight`
-            tensor.copy_(expert.tensors[key.replace(f".{name}", "", 1)])
-    if expert.statistics is not None:
-        layer.statistics[name] = expert.statistics
+            f"{manifest.path} asks for the router {show(manifest.router)}: {error} To load its experts without the "
+            f"router, load them one by one: load_expert(model, source, {manifest.names[0]!r})."
+        ) from error
+    return router

@@ -17,7 +17,6 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..routing import Router, make_router
 from ..routing.statistics import ClassStatistics
 from ..tuner.config import LucaConfig
 from ..utils import NAME_RULE, InvalidExpertError, check_classes, show
@@ -30,14 +29,14 @@ STATISTICS_FORMAT = 1
 
 MAX_JSON_BYTES = 2**25
 MAX_EXPERT_BYTES = 2**30  # an expert of ViT-g over ten thousand classes has 70 MB
-# Beyond these an expert's scores could overflow to NaN, which a router takes for certainty. Trained ones are far within.
+# Beyond these an expert's scores could overflow to NaN. Those of trained experts are far within.
 MAX_NUMBER = 1e4
 MIN_DEVIATION = 1e-6
 MAX_IMAGES = 1e12  # of a class
 TOLERANCE = 1e-3  # of statistics, which were rounded to float32
 FLOATS = ("F64", "F32", "F16", "BF16")
 
-Specs = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # tensor name -> allowed dtypes, shape
+Specs = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # tensor name -> allowed dtypes, shape
 
 
 # ---- configs and manifests -----------------------------------------------------------------------------------------
@@ -56,14 +55,8 @@ def read_config(folder: Path) -> LucaConfig:
         raise InvalidExpertError(
             f"{path} holds an adapter of type {show(values.get('peft_type'))}, not a LuCA expert."
         )
-    head = values.pop("head", "cosine")  # written by peft_luca 0.1
-    if head != "cosine":
-        raise InvalidExpertError(
-            f"{path}: the expert has a {show(head)} head, and this version of peft_luca has cosine heads only. Train "
-            "the expert again, or load it with peft_luca 0.1."
-        )
     # A stranger must not set allow_mismatch, which switches the check of the backbone off.
-    known = {field.name for field in fields(LucaConfig)} - {"allow_mismatch"}
+    known = {"head", *(field.name for field in fields(LucaConfig))} - {"allow_mismatch"}
     unknown = sorted(set(values) - known)
     if unknown:
         raise InvalidExpertError(
@@ -72,9 +65,10 @@ def read_config(folder: Path) -> LucaConfig:
         )
     if values.get("classes") is None:
         raise InvalidExpertError(f"{path} names no classes.")
-    for key in ("base_model_name_or_path", "revision", "fingerprint"):
-        if not isinstance(values.get(key), (str, type(None))):
-            raise InvalidExpertError(f"{path}: {key} must be a string or null, got {show(values[key])}.")
+    for key in ("base_model_name_or_path", "revision", "fingerprint", "target_modules"):
+        value = values.get(key)
+        if not isinstance(value, (str, type(None))) and not (key == "target_modules" and isinstance(value, list)):
+            raise InvalidExpertError(f"{path}: {key} must be a string or null, got {show(value)}.")
     if not re.fullmatch("[0-9a-f]{64}", values.get("fingerprint") or "0" * 64):
         raise InvalidExpertError(f"{path}: fingerprint must be a SHA-256 digest, got {show(values['fingerprint'])}.")
     try:
@@ -89,27 +83,6 @@ class Manifest(NamedTuple):
     path: Path
     names: list[str]
     router: Any
-
-    def make_router(self) -> Router | None:
-        """
-        Makes the collection's router, or returns `None` where it has none.
-
-        Raises:
-            InvalidExpertError: there is no such router, or it does not take these options.
-        """
-        if self.router is None:
-            return None
-        try:
-            return make_router(self.router["name"], **self.router["options"])
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
-            raise self.refuse_router(str(error)) from error
-
-    def refuse_router(self, reason: str) -> InvalidExpertError:
-        """Makes the error that says why the router cannot be had, and how to load the experts without it."""
-        return InvalidExpertError(
-            f"{self.path} asks for the router {show(self.router)}: {reason} To load its experts without the router, "
-            f"load them one by one: load_expert(model, source, {self.names[0]!r})."
-        )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -135,6 +108,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise InvalidExpertError(
                 f"{path} names an expert {show(name)}: names are made of letters, digits, '_' and '-'."
             )
+    if len({name.lower() for name in names}) < len(names):  # one folder, on some file systems
+        raise InvalidExpertError(f"{path} names an expert more than once.")
     return Manifest(path, names, manifest.get("router"))
 
 
@@ -250,7 +225,7 @@ def _statistics_specs(found: Mapping[str, tuple[str, list[int]]], metadata: Mapp
 
     k, d = len(_statistics_classes(metadata)), size("means", 1)
     rows = found["factors"][1][0] if "factors" in found and found["factors"][1] else 0  # no class needs a factor
-    specs: Specs = {
+    specs = {
         "counts": (("F64",), (k,)),
         "means": (("F64",), (k, d)),
         "factor_rows": (("I64",), (k,)),
@@ -266,36 +241,34 @@ def _statistics_specs(found: Mapping[str, tuple[str, list[int]]], metadata: Mapp
 
 def _check_statistics(tensors: Mapping[str, Tensor]) -> None:
     """Refuses numbers that no unit features have. Beyond these bounds a classifier could overflow."""
+
+    def require(holds: Tensor, message: str) -> None:
+        if not holds.all():
+            raise ValueError(f"{message}.")
+
     counts, means, rows = tensors["counts"], tensors["means"], tensors["factor_rows"]
+    remainder, errors, n, d = tensors["remainder"], tensors["errors"], len(tensors["factors"]), means.shape[1]
     for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise ValueError(f"{name} holds numbers that are not finite.")
-    if not ((counts >= 1) & (counts <= MAX_IMAGES) & (counts == counts.round())).all():
-        raise ValueError(f"counts must be whole numbers from 1 to {MAX_IMAGES:.0e}, got {show(counts[:5].tolist())}.")
-    n, d = len(tensors["factors"]), means.shape[1]
-    # No scatter has more rows: a classifier's memory grows with their square.
-    if not ((rows >= 0) & (rows <= min(n, d)) & (rows < counts)).all() or int(rows.sum()) != n:
-        raise ValueError(
-            f"factor_rows must be from 0 to {d}, below the classes' counts, and {n} together, got "
-            f"{show(rows[:5].tolist())}."
-        )
-    if not (means.norm(dim=1) <= 1 + TOLERANCE).all():
-        raise ValueError("means must be those of features of length 1, and some are longer.")
-    if not (tensors["remainder"] >= 0).all() or not ((tensors["errors"] >= 0) & (tensors["errors"] <= 1.01)).all():
-        raise ValueError("remainder must not be below 0, and errors must be from 0 to 1.")
-    owner = torch.repeat_interleave(rows)
+        require(tensor.isfinite(), f"{name} holds numbers that are not finite")
+    whole = (counts >= 1) & (counts <= MAX_IMAGES) & (counts == counts.round())
+    require(whole, f"counts must be whole numbers from 1 to {MAX_IMAGES:.0e}")
+    # No scatter has more rows than dimensions: a classifier's memory grows with their square.
+    fit = (rows >= 0) & (rows <= min(n, d)) & (rows < counts) & (rows.sum() == n)
+    require(fit, f"factor_rows must be from 0 to {d}, below the classes' counts, and {n} together")
+    require(means.norm(dim=1) <= 1 + TOLERANCE, "means must be those of features of length 1, and some are longer")
+    require(remainder >= 0, "remainder must not be below 0")
+    require((errors >= 0) & (errors <= 1.01), "errors must be from 0 to 1")
     lengths = torch.linalg.vector_norm(tensors["factors"], dim=1).double()
-    spread = tensors["remainder"].double().sum(dim=1).index_add_(0, owner, lengths.square())
-    if not (spread <= counts * (1 + TOLERANCE)).all():
-        raise ValueError("factors and remainder spread wider than features of length 1 can.")
+    spread = remainder.double().sum(dim=1).index_add_(0, torch.repeat_interleave(rows), lengths.square())
+    require(spread <= counts * (1 + TOLERANCE), "factors and remainder spread wider than features of length 1 can")
     if "gram" in tensors:
         # A random feature is at most as large as its direction, whose square has d degrees of freedom.
-        square, images = 10.0 * d + 100.0, float(counts.sum())
-        sums = tensors["random_sums"]
-        if not (tensors["gram"].abs() <= images * square).all():
-            raise ValueError(f"gram must be that of {images:.0f} images, and has larger numbers.")
-        if not ((sums >= 0) & (sums <= counts[:, None] * square**0.5)).all():
-            raise ValueError("random_sums must be from 0 to what the classes' images can sum up to.")
+        square, images, sums = 10.0 * d + 100.0, float(counts.sum()), tensors["random_sums"]
+        largest = counts[:, None] * square**0.5
+        require(tensors["gram"].abs() <= images * square, f"gram must be that of {images:.0f} images, and is larger")
+        require(
+            (sums >= 0) & (sums <= largest), "random_sums must be from 0 to what the classes' images can sum up to"
+        )
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------

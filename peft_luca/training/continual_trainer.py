@@ -14,11 +14,12 @@ from transformers import ProgressCallback
 from transformers.trainer_utils import HubStrategy, TrainOutput, has_length
 from transformers.utils import logging
 
+from ..data.collator import ImageCollator
 from ..data.sources import DatasetLike
 from ..data.task_stream import Task, TaskStream
 from ..hub.publishing import push_experts
 from ..hub.saving import load_experts
-from ..preprocessing import ImageCollator, channels_of, check_processor
+from ..preprocessing import channels_of, check_processor
 from ..tuner.config import LucaConfig
 from ..tuner.head import find_head
 from ..tuner.model import quiet_peft, tuner_of
@@ -76,7 +77,7 @@ class ContinualTrainer(StreamEvaluation):
         if isinstance(model, PeftModel):
             tuner_of(model).layer.experts.prepared(args.make_router())  # raises if an expert lacks statistics
         collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
-        check_processor(collator, model)
+        check_processor(processing_class, model)
         self._task_arguments = {"compute_metrics": Accuracy(), **kwargs}
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
         super().__init__(

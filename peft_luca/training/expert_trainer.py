@@ -17,11 +17,12 @@ from transformers import ProgressCallback, enable_full_determinism, set_seed
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 
-from ..data.feature_cache import FeatureDataset, extract_features
+from ..data.collator import ImageCollator
+from ..data.feature_cache import FeatureDataset, FeatureExtractor
 from ..hub.publishing import push_expert
 from ..hub.saving import save_expert
 from ..hub.validation import MAX_NUMBER
-from ..preprocessing import ImageCollator, channels_of, undecoded
+from ..preprocessing import channels_of, undecoded
 from ..tuner.model import LucaModel, tuner_of
 from .arguments import ContinualTrainingArguments
 from .batches import BatchCollator, EpochBatches, EpochLoader, ExpertProgressCallback
@@ -221,17 +222,16 @@ class ExpertTrainer(PublishingTrainer):
 
     def _extract(self, dataset: Any) -> FeatureDataset:
         args, dtype = self.args, self.tuner.backbone.dtype
-        return extract_features(
+        extract = FeatureExtractor(
             lambda pixels: self.tuner.pooled_features(pixels.to(args.device, dtype)),
-            dataset,
             self.image_collator(dataset),
             args.per_device_eval_batch_size,
             args.dataloader_num_workers,
-            f"{self.expert}: [CLS] of the training images",
-            args.disable_tqdm,
-            dtype=args.features_dtype,
-            on_bad_image=args.on_bad_image,
+            args.features_dtype,
+            args.on_bad_image,
+            disable_tqdm=args.disable_tqdm,
         )
+        return extract(dataset, description=f"{self.expert}: [CLS] of the training images")
 
     # ---- data ----------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from ..data.feature_cache import FeatureDataset, default_cache_dir, digest_images, extract_features, features_key
+from ..data.collator import ImageCollator
+from ..data.feature_cache import FeatureDataset, FeatureExtractor, default_cache_dir, digest_images, features_key
 from ..data.task_stream import Task, TaskStream
-from ..preprocessing import ImageCollator, undecoded
+from ..preprocessing import undecoded
 from ..tuner.model import LucaModel
 from .arguments import ContinualTrainingArguments
 
@@ -116,23 +117,25 @@ class TaskFeatures:
                 self._digests[task.name, split] = digest_images(dataset, self.stream.image_column)
             key = features_key(backbone, collator, self._digests[task.name, split], args.features_dtype)
         (key,) = broadcast_object_list([key])
-        features = extract_features(
+        extract = FeatureExtractor(
             lambda pixels: tuner.pooled_features(pixels.to(args.device, backbone.dtype)),
-            dataset,
             collator,
             args.per_device_eval_batch_size,
             args.dataloader_num_workers,
-            f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}"),
+            args.features_dtype,
+            args.on_bad_image,
+            args.should_save,
             args.disable_tqdm,
-            path=Path(args.features_cache_dir or default_cache_dir()) / f"{key}.arrow",
-            dtype=args.features_dtype,
-            on_bad_image=args.on_bad_image,
-            writes=args.should_save,
-            loader_options={
+            {
                 "pin_memory": args.dataloader_pin_memory,
                 "multiprocessing_context": args.dataloader_multiprocessing_context,
                 "prefetch_factor": args.dataloader_prefetch_factor,
             },
+        )
+        features = extract(
+            dataset,
+            Path(args.features_cache_dir or default_cache_dir()) / f"{key}.arrow",
+            f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}"),
         )
         if features.skipped and view is None:
             print_line(

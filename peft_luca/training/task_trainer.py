@@ -14,9 +14,10 @@ from torch import nn
 from transformers.utils import logging
 
 from .. import visualization
+from ..data.collator import ImageCollator
 from ..data.feature_cache import FeatureDataset
 from ..data.task_stream import Task, TaskStream
-from ..preprocessing import ImageCollator, channels_of, image_size
+from ..preprocessing import channels_of, image_size
 from ..tuner.config import LucaConfig
 from ..tuner.head import check_expert_name
 from ..tuner.layer import luca_layers

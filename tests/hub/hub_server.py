@@ -392,7 +392,7 @@ ROUTES = [
     ("POST", f"/api/models/{R}/preupload/(.+)", HubServer.preupload),
     ("POST", f"/api/models/{R}/commit/(.+)", HubServer.commit),
     ("GET", f"/api/models/{R}/revision/(.+)", HubServer.info),
-    ("GET", f"/api/models/{R}/tree/([^/]+)", HubServer.tree),
+    ("GET", f"/api/models/{R}/tree/(.+)", HubServer.tree),
     ("GET", f"/api/models/{R}/refs", HubServer.refs),
     ("POST", f"/api/models/{R}/branch/(.+)", HubServer.branch),
     ("POST", f"/api/models/{R}/tag/(.+)", HubServer.tag),

@@ -12,6 +12,8 @@ from huggingface_hub import ModelCard
 
 from peft_luca.hub.model_card import (
     MAX_CLASS_TAGS,
+    TAGS,
+    CardFacts,
     class_tag,
     collection_figures,
     draw_accuracy_matrix,
@@ -134,7 +136,6 @@ Sparsity is the share of [^\n]+ Fingerprint of the backbone:
 \| `learning_rate` \| 0\.001 \|
 \| `arrangement` \| adapter\\_calibrator \|
 \| `norm_position` \| after\\_residual \|
-\| `head` \| cosine \|
 \| `reduction` \| 16 \|
 \| `reference` \| True \|
 
@@ -157,10 +158,8 @@ Sparsity is the share of [^\n]+ Fingerprint of the backbone:
 """
 
 
-def card(experts, **kwargs):
-    model = make_model(experts)
-    single = kwargs.pop("single", False)
-    return make_card(model.base_model, list(experts), kwargs.pop("repo_id", "lab/pair"), single=single, **kwargs)
+def card(experts, expert=None, picture=False, **facts):
+    return make_card(make_model(experts).base_model, "lab/pair", CardFacts(**facts), expert=expert, picture=picture)
 
 
 def test_all_of_a_collections_card():
@@ -185,7 +184,7 @@ def test_all_of_a_collections_card():
 
 
 def test_an_experts_card():
-    text = card({"zeta": ["a", "b"], "alpha": ["c"]}, single=True, results=RESULTS, base_model="google/vit")
+    text = card({"zeta": ["a", "b"], "alpha": ["c"]}, expert="zeta", results=RESULTS, base_model="google/vit")
     assert "A LuCA expert on the pooled [CLS] vector of" in text
     assert "an ordinary PEFT adapter at the root of this repository." in text
     assert 'model = peft_luca.load_expert(vit, "lab/pair")\n' in text
@@ -199,7 +198,7 @@ def test_an_experts_card():
 
 
 def test_a_card_of_which_little_is_known():
-    text = card({"t": ["a"]}, single=True)
+    text = card({"t": ["a"]}, expert="t")
     assert card_errors(text) == []
     data = ModelCard(text).data.to_dict()
     assert not {"base_model", "license", "datasets", "model-index"} & set(data)
@@ -214,7 +213,7 @@ def test_a_card_of_which_little_is_known():
      "{{ 7 * 7 }}", "a: b", "- c", "true", "3", "'", '"', "🙂", "{% raw %}", "*b*", "&lt;"],
 )  # fmt: skip
 def test_names_of_classes_cannot_make_markup(name):
-    plain, text = (card({"t": [one, "other"]}, single=True) for one in ("plain", name))
+    plain, text = (card({"t": [one, "other"]}, expert="t") for one in ("plain", name))
     assert card_errors(text) == []
     assert len(text.splitlines()) == len(plain.splitlines())
     row = next(line for line in text.splitlines() if line.startswith("| t |"))
@@ -236,17 +235,22 @@ def test_class_tags():
     assert "class:" not in many
 
 
-def test_a_card_is_the_same_every_time():
-    first, second = (card({"zeta": ["a", "b"], "alpha": ["c"]}, results=RESULTS) for _ in range(2))
-    assert first == second
+def test_more_metadata():
+    more = {"language": "en", "tags": ["mine"], "model_name": "Two *experts*"}
+    text = card({"t": ["a"]}, card_data=more, results=RESULTS)
+    assert card_errors(text) == []
+    data = ModelCard(text).data
+    assert (data.language, data.model_name, data.tags[:5]) == ("en", "Two *experts*", [*TAGS, "mine"])
+    assert "# Two \\*experts\\*\n" in text
+    assert more == {"language": "en", "tags": ["mine"], "model_name": "Two *experts*"}
 
 
 def test_figures():
-    assert collection_figures(None) == {}
+    assert collection_figures({}) == {}
     assert "routing_accuracy" not in collection_figures(RESULTS)
     assert expert_figures(RESULTS, "zeta") == {"task_known_accuracy": 0.95, "accuracy": 0.8}
     assert expert_figures(RESULTS, "alpha") == {"accuracy": 0.7}
-    assert expert_figures(RESULTS, "nobody") == expert_figures(None, "zeta") == {}
+    assert expert_figures(RESULTS, "nobody") == expert_figures({}, "zeta") == {}
 
 
 def test_the_picture(tmp_path):
@@ -266,7 +270,7 @@ def test_the_picture(tmp_path):
 
 
 def test_no_picture(tmp_path, monkeypatch):
-    assert not draw_accuracy_matrix(None, tmp_path / "x.png")
+    assert not draw_accuracy_matrix({}, tmp_path / "x.png")
     assert not draw_accuracy_matrix({"accuracy_matrix": [[None]]}, tmp_path / "x.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.warns(UserWarning, match="matplotlib is not installed"):

@@ -238,7 +238,13 @@ def test_experts_that_share_classes_are_no_leak(out, cache):
 def test_evaluation_within_a_task(out, cache):
     events = Events()
     trainer = make_trainer(
-        out, callbacks=[events], eval_strategy="epoch", num_train_epochs=2, cache_features=False, recipe="paper", **cache
+        out,
+        callbacks=[events],
+        eval_strategy="epoch",
+        num_train_epochs=2,
+        cache_features=False,
+        recipe="paper",
+        **cache,
     )
     trainer.train()
     assert events.steps_with("eval_loss") == [2, 4, 6, 8, 10, 12]
@@ -298,7 +304,9 @@ def test_the_papers_training(out, cache):
     )  # fmt: skip
     trainer.train()
     rates = [logs["learning_rate"] for _, logs in events.logs if "loss" in logs]
-    expected = [0.025 * 0.5 * (1 + math.cos(math.pi * epoch / 4)) for _ in range(2) for epoch in range(4) for _ in "abc"]
+    expected = [
+        0.025 * 0.5 * (1 + math.cos(math.pi * epoch / 4)) for _ in range(2) for epoch in range(4) for _ in "abc"
+    ]
     assert rates == pytest.approx(expected)
     first = [logs["cross_entropy"] for step, logs in events.logs if "loss" in logs and step in (1, 13)]
     assert first[0] == pytest.approx(math.log(2))  # two zero rows: all the same
@@ -583,12 +591,19 @@ EXAMPLE = {"finetuned_from": "google/vit", "tasks": "image-classification", "dat
 
 def test_a_push_takes_what_trainers_takes(learned, monkeypatch):
     pushed = {}
-    monkeypatch.setattr(continual_trainer, "push_experts", lambda model, repo, **given: pushed.update(given, repo=repo))
+    monkeypatch.setattr(
+        continual_trainer, "push_experts", lambda model, repo, **given: pushed.update(given, repo=repo)
+    )
     monkeypatch.setattr(learned, "hub_model_id", "me/run")
     learned.push_to_hub("message", False, "hf_token", "trial", True, **EXAMPLE, model_name="x", language="en")
     assert pushed["card_data"] == {"language": "en", "tags": ["vision"], "model_name": "x"}
     assert (pushed["base_model"], pushed["datasets"]) == ("google/vit", "digits")
-    assert (pushed["repo"], pushed["revision"], pushed["token"], pushed["private"]) == ("me/run", "trial", "hf_token", True)
+    assert (pushed["repo"], pushed["revision"], pushed["token"], pushed["private"]) == (
+        "me/run",
+        "trial",
+        "hf_token",
+        True,
+    )
     assert (pushed["commit_message"], pushed["blocking"]) == ("message", False)
     assert pushed["results"]["last_accuracy"] == learned.results()["last_accuracy"]
 

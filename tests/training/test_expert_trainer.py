@@ -204,7 +204,9 @@ def test_images_and_their_features_give_the_same_expert(out, negatives):
 def test_augmentation_is_for_training_alone(out, monkeypatch):
     drawn = []
     real = ImageCollator.__call__
-    monkeypatch.setattr(ImageCollator, "__call__", lambda self, rows: drawn.append(self.augmentation) or real(self, rows))
+    monkeypatch.setattr(
+        ImageCollator, "__call__", lambda self, rows: drawn.append(self.augmentation) or real(self, rows)
+    )
     images = make_images(CLASSES, 2).rename_column("label", "labels")
     given = {"processing_class": make_processor(), "eval_dataset": {"test": images}}
     trainer = train(out, None, given, images, augmentation=True, num_train_epochs=1)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model
 from helpers import ANIMALS, logits, tiny_vit
+from peft import get_peft_model
 
 from peft_luca import LucaConfig
 

@@ -8,7 +8,7 @@ from datasets import ClassLabel, DatasetDict, List, Value
 from helpers import NAMES, make_images, make_splits, make_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_streams import images, named, names_of
+from test_task_stream import images, named, names_of
 
 from peft_luca import LucaConfig, TaskStream
 from peft_luca.utils import MAX_CLASS_NAME, check_classes

@@ -1,5 +1,5 @@
-"""Made the files beside it by `python make.py` in this folder, with the versions that made.txt names. It is kept to show
-what is in them: later versions must read them, and need not run this."""
+"""Made the files beside it by `python make.py` in this folder, with the versions that made.txt names. It shows what is
+in them: later versions must read the files, and need not run this."""
 
 from importlib.metadata import version
 from pathlib import Path

@@ -1,0 +1,431 @@
+"""Saving and loading experts in folders: what comes back, by every path, and what is refused."""
+
+import json
+import os
+import re
+import time
+
+import pytest
+import torch
+from helpers import assert_same, expert_tensors, files_in, make_dinov2, make_model, make_vit, pixels, read_json
+from hub_models import TWO, assert_refused, change_json, with_reference, with_statistics
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import AutoPeftModel, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import ViTConfig, ViTForImageClassification
+
+from peft_luca import InvalidExpertError, LucaConfig, load_expert, load_experts, save_expert, save_experts
+from peft_luca.hub.saving import save_statistics
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TENSORS = {
+    "luca_adapter_down",
+    "luca_adapter_up",
+    "luca_adapter_norm",
+    "luca_calibrator_down",
+    "luca_calibrator_up",
+    "luca_class_rows",
+    "luca_scale",
+    "luca_reference_mean",
+    "luca_reference_std",
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A collection in `all`, and one of its experts in `one`."""
+    place = tmp_path_factory.mktemp("saved")
+    model = make_model({"t": ["a", "b"], "w": ["c"]})
+    save_experts(model, place / "all")
+    save_expert(model, "t", place / "one")
+    return place
+
+
+# ---- what is written -----------------------------------------------------------------------------------------------
+
+
+def test_files_and_tensors_have_their_names(tmp_path):
+    model = with_statistics({"t": ["a", "b"]})
+    save_expert(model, "t", tmp_path)
+    assert files_in(tmp_path) == [CONFIG, WEIGHTS, "statistics.safetensors"]
+    tensors = load_file(tmp_path / WEIGHTS)
+    assert {part for key in tensors for part in key.split(".") if part.startswith("luca_")} == TENSORS
+    assert not [key for key in tensors if ".t" in key]
+    save_expert(model, "t", tmp_path, statistics=False)
+    assert files_in(tmp_path) == [CONFIG, WEIGHTS]
+
+
+def test_manifest(tmp_path):
+    model = make_model(TWO)
+    model.set_router("entropy", temperature=3)
+    save_experts(model, tmp_path)
+    assert read_json(tmp_path / "experts.json") == {
+        "format": 1,
+        "experts": [{"name": "zeta", "classes": ["a", "b"]}, {"name": "alpha", "classes": ["c", "d", "a"]}],
+        "router": {"name": "entropy", "options": {"temperature": 3}},
+        "fingerprint": model.backbone.fingerprint,
+    }
+    files = [f"{name}/{file}" for name in TWO for file in (CONFIG, WEIGHTS)]
+    assert files_in(tmp_path) == sorted(["experts.json", *files])
+
+
+def test_some_experts_are_written_and_all_are_in_the_manifest(tmp_path):
+    save_experts(make_model(TWO), tmp_path, ["alpha"])
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["alpha", "experts.json"]
+    assert [entry["name"] for entry in read_json(tmp_path / "experts.json")["experts"]] == list(TWO)
+
+
+def test_saved_again_the_files_are_the_same(tmp_path):
+    save_experts(with_statistics(), tmp_path / "first")
+    save_experts(load_experts(make_vit(), tmp_path / "first"), tmp_path / "second")
+    assert files_in(tmp_path / "first") == files_in(tmp_path / "second")
+    for file in files_in(tmp_path / "first"):
+        assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes() or (
+            {**read_json(tmp_path / "first" / file), "inference_mode": True} == read_json(tmp_path / "second" / file)
+        )
+
+
+@pytest.mark.parametrize("fails", ["peft.PeftModel.save_pretrained", "peft_luca.hub.saving.save_statistics"])
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch, fails):
+    model = with_statistics({"t": ["a", "b"]})
+    save_expert(model, "t", tmp_path / "out", statistics=False)
+    before = {file: (tmp_path / "out" / file).read_bytes() for file in files_in(tmp_path / "out")}
+
+    def fail(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(fails, fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_expert(model, "t", tmp_path / "out")
+    assert {file: (tmp_path / "out" / file).read_bytes() for file in files_in(tmp_path / "out")} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_files_are_put_in_place_with_the_config_last(tmp_path, monkeypatch):
+    moved = []
+    replace = os.replace
+    monkeypatch.setattr("os.replace", lambda a, b: (moved.append(str(b)), replace(a, b)))
+    save_expert(with_statistics({"t": ["a", "b"]}), "t", tmp_path / "out")
+    order = ["statistics.safetensors", WEIGHTS, CONFIG]
+    assert [path for path in moved if "out/" in path] == [str(tmp_path / "out" / file) for file in order]
+
+
+def test_what_cannot_be_saved(tmp_path):
+    model = with_statistics()
+    for save in (lambda: save_expert(model, "x", tmp_path / "o"), lambda: save_experts(model, tmp_path / "o", ["x"])):
+        with pytest.raises(ValueError, match=r"there is no expert 'x' to save. The model has 'zeta', 'alpha'"):
+            save()
+    model.set_router(lambda scores: scores.amax(dim=2))
+    with pytest.raises(ValueError, match="the router is a function, which no file can hold"):
+        save_experts(model, tmp_path / "o")
+    model.set_router("gaussian")
+    with pytest.raises(ValueError, match="the router 'gaussian' needs the experts' statistics"):
+        save_experts(model, tmp_path / "o", statistics=False)
+    with pytest.raises(ValueError, match="needs a PeftModel with LuCA experts, got ViT"):
+        save_experts(make_vit(), tmp_path / "o")
+    assert not (tmp_path / "o").exists()
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    for save in (lambda file: save_expert(model, "zeta", file), lambda file: save_experts(model, file)):
+        with pytest.raises(FileExistsError):
+            save(tmp_path / "file")
+    assert files_in(tmp_path) == ["file"]
+
+
+# ---- what comes back -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "make"),
+    [
+        ({"arrangement": "parallel"}, make_vit),
+        ({"arrangement": "adapter", "norm_position": "before_residual"}, make_dinov2),
+        ({"arrangement": "calibrator", "positive_scale": False}, make_vit),
+        ({"reference": False, "adapter_width": 3, "calibrator_width": 5}, make_dinov2),
+    ],
+)
+def test_every_kind_of_expert(tmp_path, config, make):
+    model, x = make_model({"t": ["a", "b"]}, base=make(), **config), pixels()
+    save_expert(model, "t", tmp_path / "t")
+    loaded = load_experts(make(), tmp_path / "t")
+    assert_same(expert_tensors(loaded, "t"), expert_tensors(model, "t"))
+    assert torch.equal(loaded(x).logits, model(x).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:expert .* was trained on the backbone")
+def test_the_same_as_by_peft(tmp_path, dtype):
+    save_experts(with_reference(), tmp_path)
+    by_peft = PeftModel.from_pretrained(make_vit().to(dtype), tmp_path / "zeta", adapter_name="zeta")
+    by_peft.load_adapter(str(tmp_path / "alpha"), "alpha")
+    ours = load_experts(make_vit().to(dtype), tmp_path)
+    assert_same(dict(ours.state_dict()), dict(by_peft.state_dict()))
+    assert [t.dtype for t in ours.state_dict().values()] == [t.dtype for t in by_peft.state_dict().values()]
+    assert not any(parameter.requires_grad for parameter in ours.parameters())
+    assert not any(module.training for module in ours.modules())
+    assert [type(m) for m in ours.modules()] == [type(m) for m in by_peft.modules()]
+    assert ours.active_adapters == by_peft.active_adapters
+    assert ours.peft_config == by_peft.peft_config
+    assert ours.config.id2label == by_peft.config.id2label
+    for name in TWO:
+        ours.set_adapter(name)
+        by_peft.set_adapter(name)
+        assert torch.equal(ours(pixels().to(dtype)).logits, by_peft(pixels().to(dtype)).logits)
+
+
+def test_auto_peft_model(tmp_path):
+    make_vit().save_pretrained(tmp_path / "base")
+    model = make_model({"default": ["a", "b"]}, base=type(make_vit()).from_pretrained(tmp_path / "base"))
+    save_expert(model, "default", tmp_path / "expert")
+    loaded = AutoPeftModel.from_pretrained(tmp_path / "expert")
+    assert torch.equal(loaded(pixels()).logits, model(pixels()).logits)
+    assert loaded.config.id2label == {0: "a", 1: "b"}
+
+
+@pytest.mark.parametrize(
+    ("router", "options"),
+    [
+        ("entropy", {"temperature": 1e-5, "unknown_below": 1e-5}),
+        ("energy", {"temperature": torch.tensor(3.0).numpy()[()]}),
+        ("entropy", {"routing_scope": "batch"}),
+        ("gaussian", {"shrinkage": 1e-5, "volume": 500}),
+        ("lda", {"temperature": 0.5}),
+        ("ridge", {"strength": 1e6}),
+        ("oracle", {}),
+        (None, {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:routing_scope='batch'")
+def test_a_router_with_its_options(tmp_path, router, options):
+    model = with_statistics(random_features=8)
+    model.set_router(router, **options)
+    save_experts(model, tmp_path)
+    loaded = load_experts(make_vit(), tmp_path)
+    assert loaded.experts == model.experts
+    assert loaded.router == model.router
+    assert loaded.config.id2label == model.config.id2label
+    expert = torch.zeros(6, dtype=torch.long) if router == "oracle" else None
+    assert torch.equal(loaded.route(pixels(), expert).logits, model.route(pixels(), expert).logits)
+
+
+def test_statistics_in_memory_whatever_becomes_of_the_file(tmp_path):
+    model = with_statistics()
+    save_experts(model, tmp_path)
+    loaded = load_experts(make_vit(), tmp_path, rename={"alpha": {"a": "another a"}})
+    without = load_experts(make_vit(), tmp_path, statistics=False)
+    for name in TWO:
+        (tmp_path / name / "statistics.safetensors").unlink()
+    assert loaded.statistics["alpha"].classes == ("c", "d", "another a")
+    assert torch.equal(loaded.statistics["zeta"].means, model.statistics["zeta"].means)
+    assert not without.statistics
+    loaded.set_router("gaussian")
+    assert loaded.classes == ("a", "b", "c", "d", "another a")
+
+
+def test_loading_is_for_inference_and_trainable_on_request(tmp_path):
+    save_experts(make_model(TWO), tmp_path / "all")
+    loaded = load_experts(make_vit(), tmp_path / "all")
+    assert not any(p.requires_grad for p in loaded.parameters())
+    loaded.set_adapter("alpha")
+    loaded(pixels(), labels=torch.zeros(len(pixels()), dtype=torch.long)).loss.backward()
+    assert loaded.base_model.layer.luca_class_rows["alpha"].grad is not None
+    assert loaded.base_model.layer.luca_class_rows["zeta"].grad is None
+
+
+def test_experts_of_two_owners(tmp_path):
+    first, second = make_model({"t": ["a", "b"]}, seed=1), make_model({"t": ["c"]}, seed=2)
+    save_expert(first, "t", tmp_path / "lab-a" / "vit.birds")
+    save_experts(second, tmp_path / "lab-b")
+    model = load_experts(make_vit(), [tmp_path / "lab-a" / "vit.birds", tmp_path / "lab-b"])
+    assert model.experts == {"vit-birds": ("a", "b"), "t": ("c",)}
+    model = load_experts(make_vit(), {"birds": tmp_path / "lab-a" / "vit.birds"})
+    before = expert_tensors(model, "birds")
+    model.set_router("entropy")
+    model = load_experts(model, tmp_path / "lab-b")
+    assert list(model.experts) == ["birds", "t"]
+    assert model.router.name == "entropy"
+    assert model.config.id2label == {0: "a", 1: "b", 2: "c"}
+    assert_same(expert_tensors(model, "birds"), before)
+
+
+def test_class_names_of_any_language_and_experts_named_as_parts_of_other_names(tmp_path):
+    experts = {"e1": ["café", "狗"], "e11": ["a b/c"], "e1-1": ["ß", "🙂"], "default": ["d"], "task_1": ["e"]}
+    model = make_model(experts)
+    save_experts(model, tmp_path)
+    loaded = load_experts(make_vit(), tmp_path)
+    assert loaded.experts == {name: tuple(classes) for name, classes in experts.items()}
+    assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
+
+
+def test_a_fresh_expert_has_the_classes_of_its_backbone(tmp_path):
+    save_expert(get_peft_model(make_vit(), LucaConfig()), "default", tmp_path)
+    assert LucaConfig.from_pretrained(str(tmp_path)).classes == [f"base {i}" for i in range(5)]
+
+
+LABELS = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4, unique=True)
+
+
+@settings(max_examples=10, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(experts=st.lists(LABELS, min_size=2, max_size=4), order=st.randoms(use_true_random=False))
+def test_predictions_do_not_depend_on_the_order_of_loading(tmp_path_factory, experts, order):
+    place = tmp_path_factory.mktemp("order")
+    named = {f"e{i}": classes for i, classes in enumerate(experts)}
+    save_experts(make_model(named), place)
+    shuffled = order.sample(list(named), len(named))
+    one = load_experts(make_vit(), {name: place / name for name in named})
+    two = load_experts(make_vit(), {name: place / name for name in shuffled})
+    routed, again = one.route(pixels(8)), two.route(pixels(8))
+    columns = [two.classes.index(name) for name in one.classes]
+    torch.testing.assert_close(again.logits[:, columns], routed.logits)
+    assert [list(named)[i] for i in routed.expert] == [shuffled[i] for i in again.expert]
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([], "there are no experts to load: the list is empty"),
+        (lambda place: [place / "one", {"x": place / "one"}], r"a source must be a folder or a Hub id .*got \{'x': "),
+        (lambda place: {"x/y": place / "one"}, "an expert cannot be called 'x/y'"),
+        (lambda place: {"x": place / "all"}, "is a collection, whose experts have names: it cannot be called 'x'"),
+        (lambda place: [place / "one", place / "all", place / "one"], "more than one expert is called 'one'"),
+        (lambda place: {"ONE": place / "one", "one": place / "one"}, "more than one expert is called 'ONE'"),
+        (lambda place: {"Mine": place / "one", "mine": place / "one"}, "more than one expert is called 'Mine'"),
+        (lambda place: place / "nowhere", "neither a folder nor a Hub id"),
+        (lambda place: place, r"is not an expert and not a collection: it has no adapter_config.json"),
+    ],
+)
+def test_sources(saved, sources, message):
+    assert_refused(lambda model: load_experts(model, sources(saved) if callable(sources) else sources), message)
+
+
+def test_an_expert_that_the_model_has(saved):
+    model = load_experts(make_vit(), saved / "all")
+    message = "more than one expert is called 't'"
+    assert_refused(lambda model: load_experts(model, saved / "all"), message, models=[model])
+    for name in ("w", "W"):
+        message = f"more than one expert is called '{name}'"
+        assert_refused(lambda model, name=name: load_expert(model, saved / "one", name), message, models=[model])
+
+
+def test_an_expert_of_a_collection_must_be_there(saved):
+    for name in ("x", None):
+        message = f"all is a collection of 't', 'w'. Name one of them, got {name!r}"
+        assert_refused(lambda model, name=name: load_expert(model, saved / "all", name), message)
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ({"x": {"a": "b"}}, r"rename names the experts \['x'\], but those to load are 't', 'w'"),
+        ({"t": {"q": "b"}}, r"rename names the classes \['q'\], but expert 't' has 'a', 'b'"),
+        ({"t": {"a": "b"}}, "each class may be named once"),
+        ({"w": {"c": "\n"}}, "class names must be non-empty strings"),
+    ],
+)
+def test_rename(saved, rename, message):
+    assert_refused(lambda model: load_experts(model, saved / "all", rename=rename), message)
+
+
+def test_an_expert_on_another_head_than_those_of_the_model(tmp_path):
+    def base_of_two_heads():
+        base = make_vit()
+        base.other = torch.nn.Linear(32, 2)
+        return base
+
+    save_expert(make_model({"t": ["a"]}, base=base_of_two_heads(), target_modules=["other"]), "t", tmp_path)
+    model = make_model({"mine": ["x"]}, base=base_of_two_heads())
+    message = "the expert goes in place of 'other', but those of the model in place of 'classifier'"
+    assert_refused(lambda model: load_expert(model, tmp_path), message, InvalidExpertError, [model])
+    assert_refused(lambda model: load_expert(model, tmp_path), "exactly one head", InvalidExpertError)
+
+
+def test_a_router_is_refused_before_the_model_is_changed(tmp_path):
+    model = with_statistics()
+    model.set_router("gaussian")
+    save_experts(model, tmp_path)
+    mine = load_expert(make_vit(), tmp_path, "zeta", statistics=False)
+    mine = load_expert(make_vit(), tmp_path / "zeta", "mine", statistics=False)
+    message = r"asks for the router \{'name': 'gaussian'.* 'mine' has none.*load_expert\(model, source, 'zeta'\)"
+    assert_refused(lambda model: load_experts(model, tmp_path), message, InvalidExpertError, [mine])
+    message = "needs the statistics of every expert, but 'zeta', 'alpha'"
+    assert_refused(lambda model: load_experts(model, tmp_path, statistics=False), message, models=[make_vit()])
+    with_them = load_expert(make_vit(), tmp_path / "zeta", "mine")
+    assert load_experts(with_them, tmp_path).router.name == "gaussian"
+    tensors = load_file(tmp_path / "alpha" / WEIGHTS)
+    tensors["base_model.model.classifier.luca_reference_std"] += 1
+    save_file(tensors, tmp_path / "alpha" / WEIGHTS)
+    message = "experts 'alpha' and 'zeta' standardize .CLS. by different references"
+    assert_refused(lambda model: load_experts(model, tmp_path), message, InvalidExpertError, [make_vit()])
+
+
+def test_statistics_of_other_classes_than_the_experts(tmp_path):
+    save_experts(with_statistics(), tmp_path)
+    save_statistics(with_statistics({"t": ["x", "y"]}).statistics["t"], tmp_path / "zeta")
+    message = r"zeta.statistics.safetensors is of the classes 'x', 'y' in 32 dimensions, but the expert has 'a', 'b'"
+    assert_refused(lambda model: load_experts(model, tmp_path), message, InvalidExpertError)
+    load_experts(make_vit(), tmp_path, statistics=False)
+
+
+# ---- the backbone --------------------------------------------------------------------------------------------------
+
+
+def test_an_expert_of_another_backbone(tmp_path):
+    save_expert(make_model({"t": ["a"]}), "t", tmp_path / "own")
+    save_expert(make_model({"t": ["b"]}, base=make_vit(seed=1)), "t", tmp_path / "foreign")
+    sources = {"good": tmp_path / "own", "bad": tmp_path / "foreign"}
+    message = r"expert 'bad' was trained on the backbone [0-9a-f]{12} .* but this one is"
+    assert_refused(lambda model: load_experts(model, sources), message)
+    assert load_experts(make_vit(), sources, allow_mismatch=True).experts == {"good": ("a",), "bad": ("b",)}
+
+
+def test_an_expert_without_a_fingerprint(tmp_path):
+    save_expert(make_model({"t": ["a"]}), "t", tmp_path / "t")
+    change_json(tmp_path / "t" / CONFIG, fingerprint=None)
+    message = "expert 't' does not say which backbone it was trained on"
+    assert_refused(lambda model: load_expert(model, tmp_path / "t"), message, InvalidExpertError)
+    assert list(load_expert(make_vit(), tmp_path / "t", allow_mismatch=True).experts) == ["t"]
+
+
+def test_a_backbone_that_differs_a_little_is_loaded_with_a_warning_that_has_the_distance(tmp_path):
+    save_expert(with_reference({"t": ["a", "b"]}), "t", tmp_path)
+
+    def moved(share):
+        base = make_vit()
+        with torch.no_grad():
+            for parameter in base.vit.parameters():
+                parameter.mul_(1 + share)
+        return base
+
+    for base in (moved(1e-4), make_vit().bfloat16()):
+        with pytest.warns(UserWarning, match=r"is only [0-9.e-]+ deviations away, as with another dtype") as caught:
+            assert len(load_expert(base, tmp_path).experts) == 1
+        distance = re.search(r"is only (\S+) deviations", " ".join(str(warning.message) for warning in caught))[1]
+        assert 0 < float(distance) < 0.05
+    message = r"was trained on the backbone .* deviations away, more than 0.05"
+    assert_refused(lambda model: load_expert(model, tmp_path), message, models=[moved(0.5)])
+
+
+@pytest.mark.slow
+def test_a_thousand_experts_load_within_a_minute(tmp_path):
+    config = ViTConfig(hidden_size=768, num_hidden_layers=1, intermediate_size=64, image_size=32, patch_size=16)
+    torch.manual_seed(0)
+    model = make_model({"e0": [f"c{i}" for i in range(10)]}, base=ViTForImageClassification(config).eval())
+    model.collect_statistics("e0", torch.randn(200, 768), torch.arange(200) % 10, rank=8)
+    save_experts(model, tmp_path)
+    config, weights = read_json(tmp_path / "e0" / CONFIG), (tmp_path / "e0" / WEIGHTS).read_bytes()
+    for i in range(1, 1000):
+        (tmp_path / f"e{i}").mkdir()
+        own = {**config, "classes": [f"{i} {j}" for j in range(10)]}
+        (tmp_path / f"e{i}" / CONFIG).write_text(json.dumps(own), encoding="utf-8")
+        (tmp_path / f"e{i}" / WEIGHTS).write_bytes(weights)
+    change_json(tmp_path / "experts.json", experts=[{"name": f"e{i}", "classes": []} for i in range(1000)])
+    base = model.unload()
+    started = time.perf_counter()
+    loaded = load_experts(base, tmp_path)
+    assert time.perf_counter() - started < 60
+    assert len(loaded.experts) == 1000
+    assert len(loaded.classes) == 10_000
