@@ -195,7 +195,9 @@ class ContinualTrainer(StreamEvaluation):
             try:
                 output = trainer.train()
             finally:
-                self.state.log_history += [entry | {"task": task.name} for entry in trainer.state.log_history]
+                self.state.log_history += [
+                    dict[str, Any](entry, task=task.name) for entry in trainer.state.log_history
+                ]
             self.state.global_step += trainer.state.global_step
             self.state.max_steps += trainer.state.max_steps
             self.state.total_flos += trainer.state.total_flos
@@ -319,10 +321,10 @@ class ContinualTrainer(StreamEvaluation):
         if not isinstance(self.model, PeftModel):
             raise ValueError("there is no expert to save: no task has been learned. Call train() first.")
         folder = self.folder if output_dir is None else RunFolder(output_dir, self.args.should_save)
-        folder.save(self.model, self.processing_class, self.results() if self._records else None)
+        folder.save(self.model, self.processing_class, self._results())
 
-    def _card_contents(self) -> dict[str, Any]:
-        return {"results": self.results() if self._records else None}
+    def _results(self) -> dict[str, Any] | None:
+        return self.results() if self._records else None
 
     def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
         if self._pushing is not None:
@@ -332,7 +334,7 @@ class ContinualTrainer(StreamEvaluation):
             repo_id,
             blocking=blocking,
             processing_class=self.processing_class,
-            **self._card_contents(),
+            results=self._results(),
             **kwargs,
         )
 

@@ -116,6 +116,7 @@ class ExpertTrainer(PublishingTrainer):
     data_collator: Any
     optimizer: Any
     train_dataset: Any
+    expert: str
 
     def __init__(
         self,
@@ -292,7 +293,7 @@ class ExpertTrainer(PublishingTrainer):
             )
         seed = args.seed if args.data_seed is None else args.data_seed
         return EpochLoader(
-            dataset,
+            self.train_dataset,
             batch_sampler=EpochBatches(
                 len(dataset), whole_batch, seed, args.process_index, processes, args.dataloader_drop_last
             ),
@@ -421,9 +422,6 @@ class ExpertTrainer(PublishingTrainer):
                 "blocking=False is for collections: an ExpertTrainer pushes one expert, and waits for it."
             )
         return push_expert(self.model, self.expert, repo_id, **kwargs)
-
-    def _card_contents(self) -> dict[str, Any]:
-        return {"expert": self.expert}
 
 
 def _activate(model: Any, expert: str | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ..hub.model_card import CARD_NAME, make_card
+from ..hub.model_card import CARD_NAME, CardFacts, make_card
 from ..tuner.model import tuner_of
 from ..utils import explain_write_errors
 
@@ -18,17 +18,18 @@ TASK = "image-classification"
 class PublishingTrainer(Trainer):
     """
     A `Trainer` whose `push_to_hub` and `create_model_card` publish experts, with the experts' card and no pickled
-    files. A subclass defines `_push`, and `_card_contents`: what [`make_card`] needs to know of it.
+    files. A subclass defines `_push`, and the one `expert` that it publishes, or the `_results` of its run.
     """
 
     model: Any
     args: Any
+    expert: str | None = None
 
     def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def _card_contents(self) -> dict[str, Any]:
-        raise NotImplementedError
+    def _results(self) -> dict[str, Any] | None:
+        return None
 
     def push_to_hub(
         self,
@@ -88,8 +89,8 @@ class PublishingTrainer(Trainer):
             name = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             path = Path(self.args.output_dir) / CARD_NAME
             with explain_write_errors(path):
-                text = make_card(tuner_of(self.model), name, **self._card_contents(), **card)
-                path.write_text(text, encoding="utf-8")
+                facts = CardFacts(results=self._results(), **card)
+                path.write_text(make_card(tuner_of(self.model), name, facts, expert=self.expert), encoding="utf-8")
 
 
 def _card_arguments(
@@ -105,7 +106,7 @@ def _card_arguments(
     base_model: str | None = None,
     datasets: str | list[str] | None = None,
 ) -> dict[str, Any]:
-    """The arguments of [`~transformers.Trainer.create_model_card`], as [`make_card`] takes them."""
+    """The arguments of [`~transformers.Trainer.create_model_card`], as [`CardFacts`] takes them."""
     wrong = [task for task in ([tasks] if isinstance(tasks, str) else tasks or ()) if task != TASK]
     if wrong:
         raise ValueError(f"tasks must be {TASK!r}, which is what LuCA experts do, got {wrong[0]!r}.")

@@ -73,6 +73,9 @@ class TaskTrainer(ExpertTrainer):
         )
         self.callback_handler.callbacks = run.callback_handler.callbacks
 
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """The run has placed it. From "cpu" to "cpu:0" torch copies the backbone, and its facts are computed again."""
+
     def image_collator(self, dataset: Any, augmentation: bool = False) -> ImageCollator:
         ids = {i: own for i, own in enumerate(self.run._task_features.own_labels(self.task).tolist()) if own >= 0}
         return ImageCollator(

@@ -114,7 +114,7 @@ def test_the_proximal_step_makes_zeros(out):
     weights = torch.cat([p.flatten() for p in trainer.tuner.layer.luca_parameters("new").values()])
     assert (weights == 0).float().mean() > 0.5
     custom = {"optimizer_cls_and_kwargs": (torch.optim.Rprop, {"lr": 0.1})}
-    with pytest.raises(ValueError, match="l1_proximal needs the step size .* not for Rprop"):
+    with pytest.raises(ValueError, match=r"l1_proximal needs the step size .* not for Rprop"):
         train(out, None, custom, l1_proximal=True)
 
 
@@ -158,7 +158,7 @@ def test_a_weight_that_could_not_be_loaded_again_stops_the_training(out):
         def on_train_end(self, args, state, control, model=None, **kwargs):
             model.base_model.layer.luca_scale["new"].data.fill_(float("inf"))
 
-    with pytest.raises(FloatingPointError, match="step 4: luca_scale.new holds numbers that are not finite"):
+    with pytest.raises(FloatingPointError, match=r"step 4: luca_scale\.new holds numbers that are not finite"):
         train(out, None, {"callbacks": [Spoil()]})
 
 
@@ -219,9 +219,9 @@ def test_augmentation_is_for_training_alone(out, monkeypatch):
 def test_labels_that_are_named_otherwise_are_refused(out):
     images = make_images(CLASSES, 2).rename_column("label", "labels")
     other = images.cast_column("labels", ClassLabel(names=CLASSES[::-1]))
-    with pytest.raises(ValueError, match="the dataset's labels are .*align_labels_with_mapping"):
+    with pytest.raises(ValueError, match=r"the dataset's labels are .*align_labels_with_mapping"):
         train(out, None, {"processing_class": make_processor()}, other)
-    with pytest.raises(ValueError, match="a column 'labels', and a processing_class; got the columns .*'label'"):
+    with pytest.raises(ValueError, match=r"a column 'labels', and a processing_class; got the columns .*'label'"):
         train(out, None, {"processing_class": make_processor()}, make_images(CLASSES, 2))
     with pytest.raises(ValueError, match="processing_class=NoneType"):
         train(out, None, None, images)
@@ -362,7 +362,7 @@ def test_what_cannot_be_used_is_refused_by_name(out, given, message):
 def test_a_routed_model_has_no_active_expert_to_train(out):
     model = make_expert()
     model.set_router("entropy")
-    with pytest.raises(ValueError, match="no expert of the model is active and trainable. Pass expert=, one of new"):
+    with pytest.raises(ValueError, match=r"no expert of the model is active and trainable\. Pass expert=, one of new"):
         train(out, model)
 
 
