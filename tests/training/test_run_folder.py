@@ -356,7 +356,7 @@ def test_a_deletion_that_is_cut_off_is_finished_or_was_never_begun(whole, tmp_pa
 
 
 def test_an_expert_that_is_half_saved_is_removed_and_learned_again(whole, tmp_path, cache, monkeypatch):
-    for at in range(1, 30):
+    for at in (1, 2, 3, 5, 8, 12, 20, 40):
         out = tmp_path / str(at) / "out"
         trainer = make_trainer(out, make_stream(FOUR, names=FOUR), **cache)
         trainer.train_task(trainer.stream[0])
