@@ -12,7 +12,7 @@ ContinualTrainingArguments are taken too.
     accelerate launch examples/cil.py --model google/vit-base-patch16-224-in21k --dataset cifar100 \
         --label_column fine_label --increment 10
 
-Running it again in the same --output_dir goes on where it stopped. The arguments may also come from a JSON file:
+Running it again in the same --output_dir resumes where it stopped. The arguments may also come from a JSON file:
 
     accelerate launch examples/cil.py arguments.json
 """

@@ -10,6 +10,7 @@ from .hub.saving import load_expert, load_experts, save_expert, save_experts
 from .routing import Router, RoutingOutput
 from .training.arguments import ContinualTrainingArguments
 from .training.continual_trainer import ContinualTrainer
+from .training.expert_trainer import ExpertTrainer
 from .training.metrics import ContinualAccuracy
 from .tuner.backbone import draw_reference_pictures
 from .tuner.config import LucaConfig
@@ -25,6 +26,7 @@ __all__ = [
     "ContinualAccuracy",
     "ContinualTrainer",
     "ContinualTrainingArguments",
+    "ExpertTrainer",
     "FeatureDataset",
     "ImageCollator",
     "InvalidExpertError",

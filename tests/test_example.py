@@ -65,7 +65,7 @@ def test_running_it_again_goes_on_and_changes_nothing(demonstration):
     results = json.loads((folder / "results.json").read_text())
     again = run("--output_dir", folder)
     assert again.returncode == 0, again.stderr[-3000:]
-    assert "going on after 5 of 5 tasks" in again.stdout
+    assert "resuming after 5 of 5 tasks" in again.stdout
     assert not re.search(r"^task \d/5", again.stdout, re.M)
     assert {file: file.read_bytes() for file in folder.rglob("*.safetensors")} == before
     assert json.loads((folder / "results.json").read_text()) == results

@@ -1,7 +1,8 @@
-"""Arguments of [`ContinualTrainer`] and the two recipes that fill them."""
+"""Arguments of [`ContinualTrainer`] and [`ExpertTrainer`], and the two recipes that fill them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -12,7 +13,7 @@ from transformers.trainer_utils import HubStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
 from ..data.feature_file import STORAGE
-from ..routing import make_router
+from ..routing import Router, make_router
 from ..tuner.config import OWN_RECIPE
 
 
@@ -44,14 +45,39 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# What a field that is annotated as such may hold, and in words: "False" is true, and so no switch, and True no number.
+# What a field of each annotation may hold, and in words.
 KINDS: dict[str, tuple[type, str]] = {
     "bool": (bool, "True or False"),
     "int": (Integral, "a whole number"),
     "float": (Real, "a number"),
 }
 
-# Those whose steps `soft_threshold` knows the size of.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "recipe": tuple(RECIPES),
+    "negatives": ("own", "seen"),
+    "features_dtype": tuple(STORAGE),
+    "on_bad_image": ("raise", "skip"),
+    "routing_scope": ("sample", "batch"),
+}
+
+# What a number must satisfy once the recipe has filled it, and in words. NaN satisfies none of them.
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "per_device_train_batch_size": (lambda n: n >= 1, "at least 1"),
+    "per_device_eval_batch_size": (lambda n: n >= 1, "at least 1"),
+    "gradient_accumulation_steps": (lambda n: n >= 1, "at least 1"),
+    "learning_rate": (lambda x: 0 <= x < float("inf"), "a finite number of at least 0"),
+    "num_train_epochs": (lambda x: 0 <= x < float("inf"), "a number of at least 0"),
+    "max_steps": (
+        lambda n: n > 0 or n == -1,
+        "a number of steps above 0, or -1 to train num_train_epochs (0 makes experts of class means alone)",
+    ),
+    "l1_weight": (lambda x: 0 <= x < float("inf"), "a finite number of at least 0"),
+    "augmented_views": (lambda n: n >= 0, "0 or a number of views"),
+    "statistics_random_features": (lambda n: n >= 0, "a number of at least 0"),
+    "statistics_rank": (lambda n: n >= -1, "at least 0, or -1 for all"),
+}
+
+# Those whose step size `soft_threshold` knows.
 PROXIMAL_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 # The same for [`LucaConfig`].
@@ -68,8 +94,8 @@ class ContinualTrainingArguments(TrainingArguments):
 
     A recipe fills only the fields that were left unset, among them `learning_rate`, `num_train_epochs`,
     `per_device_train_batch_size`, `optim`, `optim_args` and `lr_scheduler_type`. The gradient is not clipped
-    (`max_grad_norm=0`) and nothing is checkpointed within a task, which takes seconds, unless asked. With
-    `num_train_epochs=0` an expert is its class means, before any training.
+    (`max_grad_norm=0`), and no checkpoints are written within a task (`save_strategy="no"`), unless set. With
+    `num_train_epochs=0` an expert is made of class means alone.
 
     Args:
         recipe (`str`, *optional*, defaults to `"own"`):
@@ -78,10 +104,10 @@ class ContinualTrainingArguments(TrainingArguments):
         l1_weight (`float`, *optional*):
             λ of the ℓ1 penalty λ·Σ|θ| over the LuCA module. 5e-4 in both recipes.
         l1_proximal (`bool`, *optional*, defaults to `False`):
-            Take the penalty's step by soft-threshold, so that zeros are zeros. With AdamW and SGD only.
+            Take the penalty's step by soft-threshold, so that weights become exactly zero. With AdamW and SGD only.
         negatives (`str`, *optional*):
-            `"own"`: cross-entropy over the expert's own classes. `"seen"`: over all classes seen so far, earlier rows
-            frozen. Own in the own recipe, seen in the paper's.
+            `"own"`: cross-entropy over the expert's own classes. `"seen"`: over all classes seen so far, with the rows
+            of earlier experts frozen. `"own"` in the own recipe, `"seen"` in the paper's.
         augmentation (`bool`, *optional*):
             Random resized crop (scale 0.05 to 1) and horizontal flip. The backbone then runs in every epoch. Off in
             the own recipe, on in the paper's.
@@ -90,37 +116,36 @@ class ContinualTrainingArguments(TrainingArguments):
         class_mean_rows (`bool`, *optional*, defaults to `True`):
             After a task, replace its cosine rows by the class means of the adapted features.
         cache_features (`bool`, *optional*, defaults to `True`):
-            Where there is no augmentation, or a number of augmented views, train on [CLS] from the cache. Otherwise
-            the backbone runs in every epoch. What is evaluated always comes from the cache.
+            Train on [CLS] from the cache, unless each epoch draws its own augmentation. Otherwise the backbone runs in
+            every epoch. Test images always come from the cache.
         augmented_views (`int`, *optional*, defaults to `0`):
-            Compute [CLS] of so many augmented views of each image, and train on them in turns, one an epoch; switches
-            `augmentation` on. With `0` an augmentation is drawn afresh, and the backbone runs, in every epoch.
+            Compute [CLS] of this number of augmented views of each image, and train on one view per epoch, in turns;
+            switches `augmentation` on. With `0` every epoch draws its own augmentation, and the backbone runs.
         features_cache_dir (`str`, *optional*):
-            Where [CLS] is kept, for later runs too. By default `peft_luca` in the cache of `datasets`.
+            Folder of the cache, which later runs use too. By default `peft_luca` in the cache of `datasets`.
         features_dtype (`str`, *optional*, defaults to `"float32"`):
             How [CLS] is stored: `"float32"`, `"float16"` or `"bfloat16"`.
         on_bad_image (`str`, *optional*, defaults to `"raise"`):
             An image that cannot be read stops the run (`"raise"`), or is left out and counted (`"skip"`).
         push_to_hub (`bool`, *optional*, defaults to `False`):
             Push the experts to the Hub as a collection: with `hub_strategy="every_save"`, the default, in the
-            background when a task is learnt, and at the end of `train`; with `"end"` only there.
+            background when a task is learned, and at the end of `train`; with `"end"` only there.
         router (`str`, *optional*, defaults to `"entropy"`):
-            Who answers each image once tasks are learnt; see [`LucaModel.set_router`].
+            The router that chooses each image's expert once tasks are learned; see [`LucaModel.set_router`].
         routing_scope (`str`, *optional*, defaults to `"sample"`):
-            `"batch"` lets one expert answer all test images of a task, for comparison with published figures only.
+            `"batch"` chooses one expert for all test images of a task, for comparison with published figures only.
         statistics (`bool`, *optional*, defaults to `True`):
-            Collect the statistics of each task's training features and save them beside its expert. Needs
-            `cache_features` or a pass of the backbone.
+            Collect the statistics of each task's training features and save them beside its expert.
         statistics_rank (`int`, *optional*, defaults to `64`):
-            Rows of d numbers that each class's scatter is kept in; -1 for all.
+            Rank to which each class's scatter is kept, in rows of d numbers; -1 for the full rank.
         statistics_random_features (`int`, *optional*, defaults to `0`):
             M, for the `ridge` router: 4·M² bytes in every expert.
         plots (`bool`, *optional*, defaults to `False`):
-            When `train` ends, draw the pictures of [`~peft_luca.plots`] into `plots` in the output folder, and into
-            TensorBoard if `report_to` has it. Needs matplotlib and scikit-learn.
+            When `train` ends, draw the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and
+            into TensorBoard if `report_to` has it. Needs matplotlib and scikit-learn.
     """
 
-    # TrainingArguments has values of its own for these; None tells what the user left to the recipe.
+    # TrainingArguments has other defaults for these; None means that the recipe sets them.
     learning_rate: float | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
     num_train_epochs: float | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
     per_device_train_batch_size: int | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
@@ -137,8 +162,10 @@ class ContinualTrainingArguments(TrainingArguments):
 
     recipe: str = field(default="own", metadata={"help": "Defaults to train by.", "choices": tuple(RECIPES)})
     l1_weight: float | None = field(default=None, metadata={"help": "Weight of the l1 penalty on the LuCA module."})
-    l1_proximal: bool = field(default=False, metadata={"help": "Soft-threshold, so that zeros are zeros."})
-    negatives: str | None = field(default=None, metadata={"help": "Classes in the loss.", "choices": ("own", "seen")})
+    l1_proximal: bool = field(default=False, metadata={"help": "Take the penalty's step by soft-threshold."})
+    negatives: str | None = field(
+        default=None, metadata={"help": "Classes in the loss.", "choices": CHOICES["negatives"]}
+    )
     augmentation: bool | None = field(default=None, metadata={"help": "Random resized crop and horizontal flip."})
     schedule_per_epoch: bool | None = field(default=None, metadata={"help": "Change the learning rate per epoch."})
     class_mean_rows: bool = field(default=True, metadata={"help": "Replace rows by class means after a task."})
@@ -146,14 +173,15 @@ class ContinualTrainingArguments(TrainingArguments):
     augmented_views: int = field(default=0, metadata={"help": "Augmented views of each image to compute [CLS] of."})
     features_cache_dir: str | None = field(default=None, metadata={"help": "Where [CLS] is kept."})
     features_dtype: str = field(
-        default="float32", metadata={"help": "How [CLS] is stored.", "choices": tuple(STORAGE)}
+        default="float32", metadata={"help": "How [CLS] is stored.", "choices": CHOICES["features_dtype"]}
     )
     on_bad_image: str = field(
-        default="raise", metadata={"help": "What an image does that cannot be read.", "choices": ("raise", "skip")}
+        default="raise",
+        metadata={"help": "What an image does that cannot be read.", "choices": CHOICES["on_bad_image"]},
     )
-    router: str = field(default="entropy", metadata={"help": "Who answers each image once tasks are learnt."})
+    router: str = field(default="entropy", metadata={"help": "Chooses the expert of each image."})
     routing_scope: str = field(
-        default="sample", metadata={"help": "Choose per image.", "choices": ("sample", "batch")}
+        default="sample", metadata={"help": "Choose per image.", "choices": CHOICES["routing_scope"]}
     )
     statistics: bool = field(default=True, metadata={"help": "Collect statistics of the training features."})
     statistics_rank: int = field(default=64, metadata={"help": "Rows kept of each class's scatter; -1 for all."})
@@ -161,33 +189,15 @@ class ContinualTrainingArguments(TrainingArguments):
     plots: bool = field(default=False, metadata={"help": "Draw pictures of the run when it ends."})
 
     def __post_init__(self) -> None:
-        inherited = {"gradient_accumulation_steps": "int", "max_steps": "int"}
-        for name, annotation in {**ContinualTrainingArguments.__annotations__, **inherited}.items():
-            kind, *or_none = annotation.split(" | ")
-            value = getattr(self, name)
-            if kind not in KINDS or (value is None and or_none):
-                continue
-            wanted, words = KINDS[kind]
-            if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
-                raise ValueError(f"{name} must be {words}, got {value!r}.")
-            if kind != "bool":  # numpy's numbers could not be written into a file
-                number: Any = value
-                setattr(self, name, int(number) if isinstance(value, Integral) else float(number))
-        if self.recipe not in tuple(RECIPES):
-            raise ValueError(f"recipe must be one of {', '.join(map(repr, RECIPES))}, got {self.recipe!r}.")
-        if self.augmented_views < 0:
-            raise ValueError(f"augmented_views must be 0 or a number of views, got {self.augmented_views}.")
+        self._check_types()
+        self._check_choices("recipe")
         if self.augmented_views:
             if self.augmentation is False or not self.cache_features:
                 raise ValueError(
-                    f"augmented_views={self.augmented_views} keeps [CLS] of augmented images: it goes with neither "
-                    "augmentation=False nor cache_features=False."
+                    f"augmented_views={self.augmented_views} caches [CLS] of augmented images: it needs "
+                    "augmentation=True and cache_features=True."
                 )
             self.augmentation = True
-        if self.features_dtype not in tuple(STORAGE):
-            raise ValueError(f"features_dtype must be one of {', '.join(STORAGE)}, got {self.features_dtype!r}.")
-        if self.on_bad_image not in ("raise", "skip"):
-            raise ValueError(f"on_bad_image must be 'raise' or 'skip', got {self.on_bad_image!r}.")
         recipe = dict(RECIPES[self.recipe])
         if self.optim is not None:
             del recipe["optim_args"]  # they belong to the recipe's optimizer
@@ -195,36 +205,45 @@ class ContinualTrainingArguments(TrainingArguments):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         super().__post_init__()
+        self._check_choices(*CHOICES)
+        for name, (is_valid, needed) in RANGES.items():
+            _check(self, name, is_valid(getattr(self, name)), needed)
+        self._check_combinations()
+        self._check_router()
+
+    def _check_types(self) -> None:
+        """Refuse "False" where True or False is needed, and make numpy's numbers Python's, which JSON can hold."""
+        inherited = {"gradient_accumulation_steps": "int", "max_steps": "int"}
+        for name, annotation in {**ContinualTrainingArguments.__annotations__, **inherited}.items():
+            kind, *or_none = annotation.split(" | ")
+            value = getattr(self, name)
+            if kind not in KINDS or (value is None and or_none):
+                continue
+            wanted, needed = KINDS[kind]
+            _check(self, name, isinstance(value, wanted) and isinstance(value, bool) == (kind == "bool"), needed)
+            if kind != "bool":
+                setattr(self, name, int(value) if isinstance(value, Integral) else float(value))
+
+    def _check_choices(self, *names: str) -> None:
+        for name in names:
+            _check(self, name, getattr(self, name) in CHOICES[name], f"one of {', '.join(map(repr, CHOICES[name]))}")
+
+    def _check_combinations(self) -> None:
         if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
-            raise ValueError(
-                "fp16=True needs an accelerator, and on the CPU it would be passed over in silence. Use bf16=True, "
-                "which the CPU has, or neither."
-            )
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if not 0 <= (self.learning_rate or 0) < float("inf"):
-            raise ValueError(f"learning_rate must be a finite number of at least 0, got {self.learning_rate}.")
-        if not 0 <= (self.num_train_epochs or 0) < float("inf"):
-            raise ValueError(f"num_train_epochs must be a number of at least 0, got {self.num_train_epochs}.")
-        if self.max_steps == 0 or self.max_steps < -1:
-            raise ValueError(
-                f"max_steps must be a number of steps above 0, or -1 to go by num_train_epochs, got {self.max_steps}. "
-                "num_train_epochs=0 makes experts of class means alone."
-            )
-        if self.negatives not in ("own", "seen"):
-            raise ValueError(f"negatives must be 'own' or 'seen', got {self.negatives!r}.")
-        if not 0.0 <= float(self.l1_weight or 0.0) < float("inf"):
-            raise ValueError(f"l1_weight must be a finite number of at least 0, got {self.l1_weight!r}.")
+            raise ValueError("fp16=True needs an accelerator, and the CPU would ignore it. Use bf16=True, or neither.")
         if self.schedule_per_epoch and self.lr_scheduler_type != SchedulerType.COSINE:
             raise ValueError(
-                f"schedule_per_epoch goes with lr_scheduler_type='cosine', got {self.lr_scheduler_type!r}. Set "
-                "schedule_per_epoch=False for the other schedules, which change per step."
+                f"schedule_per_epoch needs lr_scheduler_type='cosine', got {self.lr_scheduler_type!r}. Set "
+                "schedule_per_epoch=False for the other schedules, which change at each step."
+            )
+        if self.augmentation and self.train_sampling_strategy != "random":
+            raise ValueError(
+                f"augmentation needs train_sampling_strategy='random', got {self.train_sampling_strategy!r}."
             )
         if self.l1_proximal and self.optim not in PROXIMAL_OPTIMIZERS:
             raise ValueError(
-                f"l1_proximal needs the size of the optimizer's steps, which is known of "
-                f"{', '.join(PROXIMAL_OPTIMIZERS)}, not of {OptimizerNames(self.optim).value!r}."
+                f"l1_proximal needs the size of the optimizer's steps, which is known for "
+                f"{', '.join(PROXIMAL_OPTIMIZERS)}, not for {OptimizerNames(self.optim).value!r}."
             )
         if self.load_best_model_at_end:
             raise ValueError(
@@ -234,18 +253,24 @@ class ContinualTrainingArguments(TrainingArguments):
         if self.push_to_hub and self.hub_strategy not in (HubStrategy.EVERY_SAVE, HubStrategy.END):
             raise ValueError(
                 f"hub_strategy is {HubStrategy(self.hub_strategy).value!r}, but checkpoints hold pickled state and "
-                "are not pushed. Use 'every_save', which pushes each expert when it is learnt, or 'end'."
+                "are not pushed. Use 'every_save', which pushes each expert when it is learned, or 'end'."
             )
-        router = make_router(self.router)
-        if self.router == "oracle":
-            raise ValueError("router='oracle' is told the expert of each image, which a stream does not tell.")
+
+    def _check_router(self) -> None:
+        router = self.make_router()
+        if router.name == "oracle":
+            raise ValueError("router='oracle' needs the expert of each image, which a stream does not tell.")
         if router.needs_statistics and not self.statistics:
             raise ValueError(f"router={self.router!r} needs the experts' statistics: leave statistics at True.")
         if self.router == "ridge" and self.statistics_random_features < 1:
             raise ValueError("router='ridge' needs statistics_random_features, such as 2000.")
-        if self.statistics_random_features < 0:
-            raise ValueError(
-                f"statistics_random_features must be a number of at least 0, got {self.statistics_random_features}."
-            )
-        if self.statistics_rank < -1:
-            raise ValueError(f"statistics_rank must be at least 0, or -1 for all, got {self.statistics_rank}.")
+
+    def make_router(self) -> Router:
+        """The router of the run."""
+        options = {} if self.routing_scope == "sample" else {"routing_scope": self.routing_scope}
+        return make_router(self.router, **options)
+
+
+def _check(args: Any, name: str, is_valid: bool, needed: str) -> None:
+    if not is_valid:
+        raise ValueError(f"{name} must be {needed}, got {getattr(args, name)!r}.")

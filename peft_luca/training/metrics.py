@@ -1,4 +1,4 @@
-"""Everything that is read off one accuracy matrix.
+"""The figures that are computed from one accuracy matrix.
 
 `matrix[i, j]` is the accuracy on task j's test images after stage i, routed over all classes seen by then, as a
 fraction; NaN where it was not measured (before task j was learned, after its expert was deleted, or if the task has no
@@ -15,7 +15,10 @@ from datasets import Features, Value
 
 
 Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[Any]
 
+# Columns of the metric that may be left out, and what stands in them then.
+_OPTIONAL = ("experts", "task_known_predictions")
 _NOT_GIVEN = -1
 
 
@@ -129,16 +132,16 @@ def summarize(
         "routing_accuracy": _last_stage_mean("routing", routing, measured, images),
         "task_known_accuracy": known,
         "stage_accuracies": [_or_none(value) for value in stage_accuracies(measured, images)],
+        "stage_forgetting": [forgetting(measured[: stage + 1]) for stage in range(len(measured))],
         "per_task_accuracy": [_or_none(value) for value in measured[-1]],
     }
 
 
 # evaluate ships no types, so for mypy its classes are Any.
 class ContinualAccuracy(evaluate.Metric):
-    """The accuracy matrix and its figures as a metric of the `evaluate` library. Needs no network and, in one process,
-    writes no files.
+    """The accuracy matrix and its figures as a metric of the `evaluate` library, computed in memory.
 
-    One row per prediction: a test image of task `task`, answered after stage `stage`. Every stage must measure all of
+    One row per prediction: a test image of task `task`, predicted after stage `stage`. Every stage must predict all of
     a task's test images.
 
     Args:
@@ -161,16 +164,16 @@ class ContinualAccuracy(evaluate.Metric):
         super().__init__(**kwargs)
 
     def _info(self) -> evaluate.MetricInfo:
-        columns = ("predictions", "references", "task", "stage", "experts", "task_known_predictions")
+        columns = ("predictions", "references", "task", "stage", *_OPTIONAL)
         return evaluate.MetricInfo(
-            description="Accuracy matrix of continual learning (stages x tasks) and the figures read off it.",
+            description="Accuracy matrix of continual learning (stages x tasks) and the figures computed from it.",
             citation="",
             inputs_description="""
             predictions, references: global class ids, int.
             task: index of the task the test image belongs to, int.
             stage: index of the stage after which it was predicted, int.
-            experts: index of the task whose expert answered, int, optional; gives routing_accuracy.
-            task_known_predictions: class ids when the task's own expert answers, int, optional; gives
+            experts: index of the task whose expert was chosen, int, optional; gives routing_accuracy.
+            task_known_predictions: class ids predicted by the task's own expert, int, optional; gives
                 task_known_accuracy.
             """,
             features=Features({name: Value("int64") for name in columns}),
@@ -182,27 +185,21 @@ class ContinualAccuracy(evaluate.Metric):
         return "" if self.keep_in_memory else str(super()._build_data_dir())
 
     def add_batch(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> None:
-        """Add rows. Every argument is a sequence of ints of one length; the optional ones may be left out."""
+        """Add rows. Every argument is a sequence of ints of one length; `experts` and `task_known_predictions` may be
+        left out."""
         batch = {"predictions": predictions, "references": references, **kwargs}
-        missing = [name for name in ("predictions", "references", "task", "stage") if batch.get(name) is None]
-        if missing:
-            raise ValueError(f"predictions, references, task and stage are needed for every row; missing: {missing}")
+        for name in ("predictions", "references", "task", "stage"):
+            if batch.get(name) is None:
+                raise ValueError(f"{name} is missing; every row needs predictions, references, task and stage.")
         rows = {name: np.asarray(column) for name, column in batch.items() if column is not None}
         for name, column in rows.items():
-            if column.ndim != 1 or column.shape != rows["predictions"].shape or column.dtype.kind not in "iu":
+            if column.shape != (rows["predictions"].size,) or column.dtype.kind not in "iu":
                 raise ValueError(
                     f"{name} must be {rows['predictions'].size} ints, one per prediction, got {column.dtype} of shape "
                     f"{column.shape}; for logits pass logits.argmax(-1)"
                 )
-            if (
-                name not in ("predictions", "references", "task_known_predictions")
-                and column.size
-                and column.min() < 0
-            ):
-                raise ValueError(f"{name} must count from 0, got {column.min()}")
-        for name in ("experts", "task_known_predictions"):
-            # evaluate has no optional columns.
-            rows.setdefault(name, np.full(len(rows["predictions"]), _NOT_GIVEN))
+        for name in _OPTIONAL:  # evaluate has no optional columns
+            rows.setdefault(name, np.full(rows["predictions"].size, _NOT_GIVEN))
         super().add_batch(**rows)
 
     def add(self, *, prediction: Any = None, reference: Any = None, **kwargs: Any) -> None:
@@ -211,31 +208,21 @@ class ContinualAccuracy(evaluate.Metric):
         self.add_batch(**{name: [value] for name, value in row.items() if value is not None})
 
     def compute(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> dict[str, Any] | None:
-        """Add the given rows, if any, and return [`summarize`]'s figures of all rows added since the last call."""
+        """Add the given rows, if any, and return [`summarize`]'s figures of all rows added since the last call, with
+        `per_task_known_accuracy` and `per_task_routing_accuracy` (after the last stage; `list` or `None`)."""
         batch = {"predictions": predictions, "references": references, **kwargs}
         if any(column is not None for column in batch.values()):
             self.add_batch(**batch)
         if self.writer is None:
-            raise ValueError(
-                "nothing to compute; pass predictions, references, task and stage, or call add_batch first"
-            )
+            raise ValueError("there are no rows: pass predictions, references, task and stage, or call add_batch.")
         result: dict[str, Any] | None = super().compute()
         return result
 
     def _compute(
-        self,
-        *,
-        predictions: npt.NDArray[np.int64],
-        references: npt.NDArray[np.int64],
-        task: npt.NDArray[np.int64],
-        stage: npt.NDArray[np.int64],
-        experts: npt.NDArray[np.int64],
-        task_known_predictions: npt.NDArray[np.int64],
+        self, *, predictions: Ints, references: Ints, task: Ints, stage: Ints, **optional: Ints
     ) -> dict[str, Any]:
-        shape = (stage.max() + 1, task.max() + 1)
-        images, right = np.zeros(shape), np.zeros(shape)
+        images = np.zeros((stage.max() + 1, task.max() + 1))
         np.add.at(images, (stage, task), 1)
-        np.add.at(right, (stage, task), predictions == references)
         counts = images.max(axis=0)
         if len(uneven := np.argwhere((images > 0) & (images != counts))):
             i, j = uneven[0]
@@ -243,27 +230,25 @@ class ContinualAccuracy(evaluate.Metric):
                 f"task {j} has {images[i, j]:.0f} test images at stage {i} but {counts[j]:.0f} at another; every "
                 "stage must measure all of a task's test images"
             )
-        last = stage == shape[0] - 1
+        last = stage == stage.max()
 
-        def per_task(name: str, column: npt.NDArray[np.int64], is_right: npt.NDArray[np.bool_]) -> Floats | None:
-            """Share of right rows of the last stage, per task."""
-            given = column[last] != _NOT_GIVEN
+        def per_task(name: str, correct: Ints) -> Floats | None:
+            """Share of correct rows of the last stage, (tasks,); `None` if the column was left out."""
+            given = optional[name][last] != _NOT_GIVEN
             if not given.any():
                 return None
             if not given.all():
                 raise ValueError(f"{name} is given for {given.sum()} of {given.size} rows of the last stage; give all")
-            total = np.bincount(task[last], minlength=shape[1])
-            hits = np.bincount(task[last], weights=is_right[last], minlength=shape[1])
-            return _share(hits, total)
+            return _share(np.bincount(task[last], weights=correct[last], minlength=len(counts)), images[-1])
 
-        return summarize(
-            _share(right, images),
-            counts,
-            task_known=per_task(
-                "task_known_predictions", task_known_predictions, task_known_predictions == references
-            ),
-            routing=per_task("experts", experts, experts == task),
-        )
+        correct = np.zeros_like(images)
+        np.add.at(correct, (stage, task), predictions == references)
+        known = per_task("task_known_predictions", optional["task_known_predictions"] == references)
+        routing = per_task("experts", optional["experts"] == task)
+        figures = summarize(_share(correct, images), counts, task_known=known, routing=routing)
+        for name, values in (("per_task_known_accuracy", known), ("per_task_routing_accuracy", routing)):
+            figures[name] = None if values is None else [_or_none(value) for value in values]
+        return figures
 
 
 def _checked(matrix: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> tuple[Floats, Floats]:

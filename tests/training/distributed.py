@@ -12,15 +12,15 @@ import torch
 from helpers import NAMES, ForwardCount, make_splits, make_stream, make_trainer, make_vit
 
 from peft_luca import TaskStream
-from peft_luca import utils as cache
-from peft_luca.hub import saving as hub
+from peft_luca.data.feature_file import PartialFeatures
+from peft_luca.hub import saving
 
 
 def main(folder, batch_size, dtype, *settings):
     written = []
-    real_write, real_finish = hub.write_json, cache.PartialFeatures.finish
-    hub.write_json = lambda path, content: (written.append(path.name), real_write(path, content))
-    cache.PartialFeatures.finish = lambda partial: (written.append(partial.path.name), real_finish(partial))
+    real_write, real_finish = saving.write_json, PartialFeatures.finish
+    saving.write_json = lambda path, content: (written.append(path.name), real_write(path, content))
+    PartialFeatures.finish = lambda partial: (written.append(partial.path.name), real_finish(partial))
     model = make_vit().to(getattr(torch, dtype))
     count = ForwardCount(model)
     given = {name: json.loads(value) for name, value in (setting.split("=") for setting in settings)}

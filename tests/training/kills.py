@@ -20,11 +20,10 @@ from pathlib import Path
 
 import torch
 from helpers import make_trainer, read_json, trunk_tensors
-from transformers import Trainer
 
-from peft_luca import ContinualTrainer
-from peft_luca import utils as cache
-from peft_luca.training import continual_trainer as trainer
+from peft_luca import ExpertTrainer
+from peft_luca.data import feature_file
+from peft_luca.training import evaluation, run_folder, task_features
 
 
 PHASES = ("begin", "extraction", "training", "saving", "evaluation")
@@ -46,12 +45,11 @@ def marking(function, phase, shared):
 def live(folder, shared):
     """One life: a stream of three tasks from its beginning, or from where an earlier life has left it, to its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    cache.CHECKPOINT_SECONDS = 0.0
-    trainer.extract_features = marking(trainer.extract_features, "extraction", shared)
-    Trainer.train = marking(Trainer.train, "training", shared)
-    trainer.save_experts = marking(trainer.save_experts, "saving", shared)
-    trainer.write_json = marking(trainer.write_json, "saving", shared)
-    ContinualTrainer._measure_here = marking(ContinualTrainer._measure_here, "evaluation", shared)
+    feature_file.CHECKPOINT_SECONDS = 0.0
+    task_features.TaskFeatures._extract = marking(task_features.TaskFeatures._extract, "extraction", shared)
+    ExpertTrainer.train = marking(ExpertTrainer.train, "training", shared)
+    run_folder.RunFolder.add_expert = marking(run_folder.RunFolder.add_expert, "saving", shared)
+    evaluation.measure_stage = marking(evaluation.measure_stage, "evaluation", shared)
     run = make_trainer(folder / "out", features_cache_dir=str(folder / "cache"), per_device_eval_batch_size=4)
     trunk = trunk_tensors(run.model)
     run.train(resume_from_checkpoint=True)

@@ -18,14 +18,16 @@ def launch(folder, processes, batch_size, dtype="float32", *settings):
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
         str(Path(__file__).parent / "distributed.py"), str(folder), str(batch_size), dtype, *settings,
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests), str(tests.parent)])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr[-4000:]
     said = [read_json(folder / f"{rank}.json") for rank in range(processes)]
-    learnt = [torch.load(folder / f"{rank}.pt") for rank in range(processes)]
-    for other in learnt[1:]:
-        assert all(torch.equal(other["state"][key], value) for key, value in learnt[0]["state"].items())
-    return said, learnt[0]
+    learned = [torch.load(folder / f"{rank}.pt") for rank in range(processes)]
+    for other in learned[1:]:
+        assert all(torch.equal(other["state"][key], value) for key, value in learned[0]["state"].items())
+    return said, learned[0]
 
 
 def compare(tmp_path, dtype, tolerance, *settings):

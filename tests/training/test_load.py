@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import expert_config, logits, pictures, tiny_vit, weights, with_experts
+from helpers import expert_config, logits, pictures, tiny_vit, weights, with_experts
 
 from peft_luca import load_experts, save_experts
 
@@ -66,7 +66,6 @@ def experts(count=6):
         ("entropy", {}),
         ("energy", {"temperature": 2.0}),
         ("gaussian", {}),
-        ("hybrid", {"candidates": 2}),
         ("ridge", {}),
     ],
 )
@@ -77,7 +76,7 @@ def test_eight_threads_route_as_one_does(router, options):
     alone = [model.route(batch) for batch in batches]
     for _ in range(5):
         # What is made ready at the first call is made anew, by all threads at once.
-        model.base_model.layer._label_space = model.base_model.layer._statistics_routing = None
+        model.base_model.layer._experts = None
         for one, other in zip(alone, at_once(lambda i: model.route(batches[i])), strict=True):
             assert all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -90,7 +89,7 @@ def test_a_router_is_made_ready_once_for_all_threads(monkeypatch, tmp_path):
     save_experts(model, tmp_path)
     model = load_experts(tiny_vit(), tmp_path)
     model.set_router("gaussian")
-    model.base_model.layer._statistics_routing = None
+    model.base_model.layer._experts = None
     monkeypatch.setattr(torch.linalg, "eigh", lambda *args: made.append(time.sleep(0.05)) or real(*args))
     at_once(lambda i: model.route(pictures(1)))
     assert len(made) == 1

@@ -1,19 +1,10 @@
-"""The proximal step, and the report on how experts overlap."""
+"""The proximal step of the ℓ1 penalty."""
 
 import pytest
 import torch
 from torch import nn
 
-from peft_luca import ContinualTrainingArguments, LucaConfig, LucaLayer
-from peft_luca.training.sparsity import overlap_report, soft_threshold
-
-
-def layer(*experts):
-    torch.manual_seed(0)
-    made = LucaLayer(nn.Linear(32, 2), width=32, input_width=32)
-    for name in experts:
-        made.update_layer(name, LucaConfig(classes=["a", "b"], reduction=8).resolve())
-    return made
+from peft_luca.training.sparsity import soft_threshold
 
 
 @pytest.mark.parametrize(
@@ -53,31 +44,3 @@ def test_repeated_steps_find_the_lasso():
     # Where it is not zero, the gradient of the rest balances λ.
     gradient = (x.T @ (x @ theta - x @ truth) / 200)[:2]
     torch.testing.assert_close(gradient, -0.2 * theta[:2].sign(), rtol=1e-3, atol=1e-3)
-
-
-def test_report_on_experts():
-    made = layer("one", "two")
-    report = overlap_report(made)
-    assert abs(report["cosine"]) < 0.1
-    assert report["subspace_cosine"] == pytest.approx((4 / 32) ** 0.5, abs=0.15)
-    parameters = {name: made.luca_parameters(name) for name in ("one", "two")}
-    assert sum(p.abs().sum() for p in parameters["one"].values()) == pytest.approx(float(made.l1_penalty("one")))
-    with torch.no_grad():
-        for mine, theirs in zip(parameters["one"].values(), parameters["two"].values(), strict=True):
-            theirs.copy_(mine)
-    report = overlap_report(made)
-    assert (report["cosine"], report["subspace_cosine"], report["overlap"]) == pytest.approx((1, 1, 1))
-    with torch.no_grad():
-        for parameter in parameters["two"].values():
-            parameter.zero_()
-    report = overlap_report(made)
-    assert report["sparsity"]["two"] == 1
-    assert report["overlap"] == 0
-    assert overlap_report(layer("one"))["cosine"] is None
-
-
-@pytest.mark.parametrize("optim", ["adafactor", "rmsprop", "adagrad"])
-def test_the_proximal_step_is_refused_where_the_size_of_steps_is_not_known(optim):
-    with pytest.raises(ValueError, match=f"l1_proximal needs .* not of '{optim}'"):
-        ContinualTrainingArguments("out", optim=optim, l1_proximal=True)
-    ContinualTrainingArguments("out", optim=optim)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import ANIMALS, logits, tiny_vit
 from peft import get_peft_model
-from tiny_models import ANIMALS, logits, tiny_vit
 
 from peft_luca import LucaConfig
 
@@ -29,7 +29,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "norm_before_residual": {"norm_position": "before_residual"},
     "calibrator_adapter": {"arrangement": "calibrator_adapter"},
     "parallel": {"arrangement": "parallel"},
-    "linear_head": {"head": "linear"},
 }
 
 

@@ -1,0 +1,146 @@
+"""[CLS] of the images of a stream's tasks, computed once and kept in the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from ..data.collator import ImageCollator
+from ..data.feature_cache import FeatureDataset, FeatureExtractor, default_cache_dir, digest_images, features_key
+from ..data.task_stream import Task, TaskStream
+from ..preprocessing import undecoded
+from ..tuner.model import LucaModel
+from .arguments import ContinualTrainingArguments
+
+
+logger = logging.get_logger(__name__)
+
+
+def print_line(args: ContinualTrainingArguments, line: str) -> None:
+    """Prints a line for the user past the progress bars, or logs it where there are none."""
+    if args.process_index == 0:
+        logger.info(line) if args.disable_tqdm else tqdm.write(line)
+
+
+class TaskFeatures:
+    """
+    [CLS] of the images of a stream's tasks. With several processes each computes a part, so all must ask.
+
+    Args:
+        stream ([`TaskStream`]): The stream.
+        args ([`ContinualTrainingArguments`]): Where and how [CLS] is cached.
+        processing_class (`BaseImageProcessor`): The backbone's image processor.
+        channels (`int`): Channels of the images.
+    """
+
+    def __init__(
+        self,
+        stream: TaskStream,
+        args: Any,
+        processing_class: Any,
+        channels: int,
+    ) -> None:
+        self.stream, self.args, self.processing_class, self.channels = stream, args, processing_class, channels
+        self._features: dict[tuple[str, str], FeatureDataset] = {}
+        self._digests: dict[tuple[str, str], str] = {}
+
+    def get(self, tuner: LucaModel, task: Task, split: str) -> FeatureDataset:
+        """[CLS] of a task's `"train"` or `"test"` images, with the stream's global labels."""
+        if split not in ("train", "test"):
+            raise ValueError(f"split must be 'train' or 'test', got {split!r}.")
+        key = (task.name, split)
+        if key not in self._features:
+            self._features[key] = self._extract(tuner, task, split)
+        return self._features[key]
+
+    def get_own(self, tuner: LucaModel, task: Task, split: str) -> FeatureDataset:
+        """The same, with the labels of the task's own expert, 0 … K-1."""
+        data = self.get(tuner, task, split)
+        return FeatureDataset(data.features, self.own_labels(task)[data.labels])
+
+    def views(self, tuner: LucaModel, task: Task) -> list[Tensor]:
+        """[CLS] of each augmented view of a task's training images."""
+        return [self._extract(tuner, task, "train", view).features for view in range(self.args.augmented_views)]
+
+    def images(self, tuner: LucaModel, task: Task, split: str) -> Any:
+        """A task's images, undecoded, without the unreadable ones that are to be skipped."""
+        dataset: Any = undecoded(task.train if split == "train" else task.test, self.stream.image_column)
+        if self.args.on_bad_image == "raise":
+            return dataset
+        skipped = self.get(tuner, task, split).skipped
+        return dataset.select(np.delete(np.arange(len(dataset)), skipped)) if skipped else dataset
+
+    def own_labels(self, task: Task) -> Tensor:
+        """Global id in the stream → the id of the task's own expert; -1 for a class that it lacks."""
+        return torch.tensor([task.classes.index(c) if c in task.classes else -1 for c in self.stream.classes])
+
+    def check_classes(self, tuner: LucaModel, task: Task) -> None:
+        """Raises if none of the images of a class could be read."""
+        train = self.get_own(tuner, task, "train")
+        readable = set(train.labels.tolist())
+        missing = [name for i, name in enumerate(task.classes) if i not in readable]
+        if missing:
+            skipped = self.get(tuner, task, "train").skipped
+            raise ValueError(
+                f"task {task.name!r}: none of the images of {', '.join(map(repr, missing[:5]))} can be read, and "
+                f"{len(skipped)} are left out, first row {skipped[0]}. Mend them, or take the class out."
+            )
+
+    def skipped(self, task: Task) -> int:
+        """How many images of a task were left out."""
+        return sum(len(data.skipped) for (name, _), data in self._features.items() if name == task.name)
+
+    def forget(self, task: Task) -> None:
+        """Forgets what is in memory: another task may come under the name."""
+        for kept in (self._features, self._digests):
+            for split in ("train", "test"):
+                kept.pop((task.name, split), None)
+
+    def _extract(self, tuner: LucaModel, task: Task, split: str, view: int | None = None) -> FeatureDataset:
+        dataset = task.train if split == "train" else task.test
+        if dataset is None:
+            raise ValueError(f"task {task.name!r} has no {split} images.")
+        args, backbone = self.args, tuner.backbone
+        collator = ImageCollator(
+            self.processing_class, self.stream.image_column, None, view is not None, view, args.seed, self.channels
+        )
+        key = ""
+        if args.process_index == 0:
+            if (task.name, split) not in self._digests:
+                self._digests[task.name, split] = digest_images(dataset, self.stream.image_column)
+            key = features_key(backbone, collator, self._digests[task.name, split], args.features_dtype)
+        (key,) = broadcast_object_list([key])
+        extract = FeatureExtractor(
+            lambda pixels: tuner.pooled_features(pixels.to(args.device, backbone.dtype)),
+            collator,
+            args.per_device_eval_batch_size,
+            args.dataloader_num_workers,
+            args.features_dtype,
+            args.on_bad_image,
+            args.should_save,
+            args.disable_tqdm,
+            {
+                "pin_memory": args.dataloader_pin_memory,
+                "multiprocessing_context": args.dataloader_multiprocessing_context,
+                "prefetch_factor": args.dataloader_prefetch_factor,
+            },
+        )
+        features = extract(
+            dataset,
+            Path(args.features_cache_dir or default_cache_dir()) / f"{key}.arrow",
+            f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}"),
+        )
+        if features.skipped and view is None:
+            print_line(
+                args,
+                f"{task.name}: {len(features.skipped)} of {len(dataset)} {split} images cannot be read and are left "
+                f"out, first row {features.skipped[0]}",
+            )
+        return features

@@ -1,0 +1,635 @@
+"""`ContinualTrainer`: the loop over a stream, its logs and figures, and what it takes of `Trainer`'s arguments."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, Features, Image, Value
+from helpers import (
+    COLORS,
+    NAMES,
+    ForwardCount,
+    assert_same,
+    draw,
+    expert_tensors,
+    files_in,
+    make_arguments,
+    make_images,
+    make_model,
+    make_processor,
+    make_splits,
+    make_stream,
+    make_trainer,
+    make_vit,
+    pixels,
+    read_json,
+    trunk_tensors,
+)
+from peft import PeftModel, get_peft_model
+from transformers import SwinConfig, SwinForImageClassification, Trainer, TrainerCallback
+
+from peft_luca import ContinualTrainer, ImageCollator, LucaConfig, TaskStream, load_experts
+from peft_luca.training import continual_trainer
+from peft_luca.training.arguments import CONFIG_RECIPES, RECIPES
+from peft_luca.training.figures import COMPARING_STAGES
+from peft_luca.training.metrics import summarize
+
+
+FOUR = NAMES[:4]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """[CLS] of the same images, computed once for the tests of this file."""
+    return {"features_cache_dir": str(tmp_path_factory.mktemp("features"))}
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory, cache):
+    """A finished run of three tasks, for tests that do not change it."""
+    events = Events()
+    trainer = make_trainer(tmp_path_factory.mktemp("learned") / "out", callbacks=[events], **cache)
+    trainer.output = trainer.train()
+    trainer.events = events
+    return trainer
+
+
+class Events(TrainerCallback):
+    """Writes down what a trainer does."""
+
+    def __init__(self):
+        self.events, self.logs = [], []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.events.append("begin")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.events.append("end")
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.events.append("epoch")
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.events.append("evaluate")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append((state.global_step, dict(logs)))
+
+    def steps_with(self, name):
+        return [step for step, logs in self.logs if name in logs]
+
+
+def experts_of(trainer):
+    return {name: expert_tensors(trainer.model, name) for name in trainer.tuner.experts}
+
+
+def assert_same_experts(first, second):
+    assert list(first) == list(second)
+    for name in first:
+        assert_same(first[name], second[name])
+
+
+# --- bad input: refused before anything is written ---
+
+
+def no_cls(out):
+    config = SwinConfig(image_size=16, patch_size=4, embed_dim=32, depths=[1], num_heads=[2], window_size=2)
+    make_trainer(out, model=SwinForImageClassification(config))
+
+
+def labels_unknown(out):
+    make_trainer(out, TaskStream.from_dataset(DatasetDict(train=make_images(NAMES[:3]), test=make_images(FOUR))))
+
+
+def on_the_meta_device(out):
+    with torch.device("meta"):
+        model = make_vit()
+    make_trainer(out, model=model)
+
+
+BAD = [
+    (no_cls, r"does not read \[CLS\]"),
+    (labels_unknown, "outside the label space"),
+    (on_the_meta_device, "on the meta device, where there are none.*from_pretrained"),
+    (lambda out: make_trainer(out, luca_config=LucaConfig(classes=["a", "b"])), "Leave classes out"),
+    (lambda out: make_trainer(out, luca_config=LucaConfig(reduction=64)), "reduction is 64"),
+    (lambda out: make_trainer(out, TaskStream.from_tasks({"classifier": make_images()})), "cannot be called 'classif"),
+    (
+        lambda out: make_trainer(out, TaskStream.from_tasks([make_images()]), eval_strategy="epoch"),
+        "task 'task_0' has no test images",
+    ),
+    (lambda out: make_trainer(out, model=make_model({"task_1": ["x", "y"]})), "there is an expert 'task_1' already"),
+    (lambda out: make_trainer(out, TaskStream.from_tasks({"plots": make_images()}), plots=True), "called 'plots'"),
+    (
+        lambda out: ContinualTrainer(make_vit(), make_arguments(out), processing_class=make_processor()),
+        "stream must be a TaskStream",
+    ),
+    (
+        lambda out: ContinualTrainer(make_vit(), make_arguments(out), make_stream()),
+        "processing_class must be the backbone's image processor",
+    ),
+    (lambda out: make_trainer(out, model="google/vit"), "model must be an image classifier or a PeftModel, got str"),
+    (
+        lambda out: make_trainer(out, model=make_model({"old": ["x", "y"]}), router="gaussian"),
+        "old",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD, ids=[message[:20] for _, message in BAD])
+def test_bad_input_is_refused_before_anything_is_written(out, make, message):
+    with pytest.raises(ValueError, match=message):
+        make(out)
+    assert not out.exists()
+
+
+def test_a_backbone_that_carries_another_trainers_experts_is_refused(out, cache):
+    """As in a notebook whose cell is run again: the first trainer's experts stay as they are."""
+    vit = make_vit()
+    first = make_trainer(out, make_stream(increment=6), model=vit, num_train_epochs=0, **cache)
+    first.train()
+    before = experts_of(first)
+    with pytest.raises(ValueError, match=r"experts of another PeftModel.*trainer\.model\.unload\(\)"):
+        make_trainer(out / "second", make_stream(increment=6), model=vit)
+    assert_same_experts(experts_of(first), before)
+    assert make_trainer(out, make_stream(increment=6), model=first.model.unload(), **cache).model is vit
+
+
+# --- a task's life ---
+
+
+def test_each_task_is_one_training_that_all_callbacks_see(learned):
+    assert isinstance(learned, Trainer)
+    assert learned.events.events[:15] == ["begin", "epoch", "epoch", "epoch", "end"] * 3
+    assert learned.output.global_step == learned.state.global_step == learned.state.max_steps == 18
+    assert learned.tuner.experts == {f"task_{t}": NAMES[2 * t : 2 * t + 2] for t in range(3)}
+    assert not any(p.requires_grad for p in learned.model.parameters())
+
+
+def test_logs_of_all_tasks_stay_and_their_steps_run_on(learned):
+    assert learned.events.steps_with("loss") == list(range(1, 19))
+    assert learned.events.steps_with("train_runtime") == [6, 12, 18]
+    assert learned.events.steps_with("stage_last_accuracy") == [6, 12, 18]
+    for t in range(3):  # a curve for each task
+        assert learned.events.steps_with(f"task_{t}/loss") == list(range(6 * t + 1, 6 * t + 7))
+    history = [entry for entry in learned.state.log_history if "loss" in entry]
+    assert [(entry["step"], entry["task"]) for entry in history] == [(i + 1, f"task_{i // 6}") for i in range(18)]
+
+
+def test_rows_end_as_class_means_of_adapted_features(learned, out, cache):
+    for task in learned.stream:
+        features = learned.features(task, "train")
+        adapted = learned.tuner.layer.luca(features.features, task.name).double()
+        ids = [learned.stream.classes.index(name) for name in task.classes]
+        expected = torch.stack([adapted[features.labels == i].mean(dim=0) for i in ids])
+        rows = learned.tuner.layer.luca_class_rows[task.name]
+        torch.testing.assert_close(rows.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_figures_are_those_of_the_predictions(learned):
+    figures, model, processor = learned.evaluate(), learned.model, make_processor()
+    names, known, routing, counts, accuracies = list(learned.tuner.experts), [], [], [], []
+    for t, task in enumerate(learned.stream):
+        x = processor(images=task.test["image"][:], return_tensors="pt")["pixel_values"]
+        wanted = [learned.stream.classes[i] for i in task.test["labels"][:]]
+        model.set_router("entropy")
+        predicted = [model.config.id2label[int(i)] for i in model(x).logits.argmax(1)]
+        accuracies.append(np.mean([a == w for a, w in zip(predicted, wanted, strict=True)]))
+        routing.append(float((model.route(x).expert == t).double().mean()))
+        model.set_adapter(names[t])
+        predicted = [task.classes[int(i)] for i in model(x).logits.argmax(1)]
+        known.append(np.mean([a == w for a, w in zip(predicted, wanted, strict=True)]))
+        counts.append(len(wanted))
+    model.set_router("entropy")
+    rows = figures["eval_accuracy_matrix"]
+    matrix = np.array([[np.nan if value is None else value for value in row] for row in rows], dtype=float)
+    assert matrix[-1].tolist() == accuracies
+    assert np.isnan(matrix[np.triu_indices(3, 1)]).all()
+    for name, value in summarize(matrix, counts, known, routing).items():
+        assert figures[f"eval_{name}"] == pytest.approx(value)
+    results = read_json(learned.folder.path / "results.json")
+    assert results["last_accuracy"] == figures["eval_last_accuracy"] > 0.6  # the colours can be learned
+    assert results["stage_forgetting"] == figures["eval_stage_forgetting"]
+    assert len(results["stage_forgetting"]) == len(results["stage_accuracies"]) == 3
+
+
+def test_another_router_is_measured_by_itself(learned):
+    assert "eval_forgetting" in learned.evaluate()
+    for router, options in (("gaussian", {}), ("entropy", {"temperature": 2.0})):
+        learned.tuner.set_router(router, **options)
+        metrics = learned.evaluate()
+        assert metrics["eval_last_accuracy"] is not None
+        assert not {f"eval_{name}" for name in COMPARING_STAGES} & set(metrics)
+        assert metrics["eval_accuracy_matrix"][:-1] == [[None] * 3] * 2
+    learned.tuner.set_router("entropy")
+
+
+@pytest.mark.filterwarnings("error:routed accuracy:UserWarning")
+def test_experts_that_share_classes_are_no_leak(out, cache):
+    stream = TaskStream.from_tasks([make_splits(FOUR, seed=seed) for seed in (0, 1)])
+    trainer = make_trainer(out, stream, num_train_epochs=0, **cache)
+    trainer.train()
+    trainer._records[-1].update(accuracy=[1.0, 1.0], task_known=[0.5, 0.5])
+    assert trainer._figures()["last_accuracy"] == 1.0
+
+
+def test_evaluation_within_a_task(out, cache):
+    events = Events()
+    trainer = make_trainer(
+        out,
+        callbacks=[events],
+        eval_strategy="epoch",
+        num_train_epochs=2,
+        cache_features=False,
+        recipe="paper",
+        **cache,
+    )
+    trainer.train()
+    assert events.steps_with("eval_loss") == [2, 4, 6, 8, 10, 12]
+    assert events.events == ["begin", "epoch", "evaluate", "epoch", "evaluate", "end"] * 3
+    assert all(0 <= logs["eval_accuracy"] <= 1 for _, logs in events.logs if "eval_accuracy" in logs)
+
+
+def test_a_seed_decides_the_result_and_the_backbone_stays_as_it_was(out, tmp_path, cache):
+    stream, vit = make_stream(FOUR, names=FOUR), make_vit()
+    before = trunk_tensors(vit)
+    first = make_trainer(out, stream, vit, weight_decay=0.1, **cache)
+    second = make_trainer(tmp_path / "second", stream, weight_decay=0.1, **cache)
+    third = make_trainer(tmp_path / "third", stream, weight_decay=0.1, seed=8, **cache)
+    for trainer in (first, second, third):
+        trainer.train()
+    assert_same_experts(experts_of(first), experts_of(second))
+    weights = [trainer.tuner.layer.luca_adapter_up["task_0"].weight for trainer in (first, third)]
+    assert not torch.equal(*weights)
+    assert_same(trunk_tensors(first.model), before)
+
+
+def test_the_order_of_tasks_changes_nothing_but_the_numbering(out, tmp_path, cache):
+    forward = make_trainer(out, make_stream(FOUR, names=FOUR), **cache)
+    backward = make_trainer(tmp_path / "back", make_stream(FOUR[2:] + FOUR[:2], names=FOUR), **cache)
+    forward.train()
+    backward.train()
+    for ours, theirs in (("task_0", "task_1"), ("task_1", "task_0")):
+        kept = {key.replace(ours, "x"): value for key, value in expert_tensors(forward.model, ours).items()}
+        assert_same(kept, {key.replace(theirs, "x"): v for key, v in expert_tensors(backward.model, theirs).items()})
+
+
+# --- the paper's recipe ---
+
+
+def test_the_papers_training(out, cache):
+    events, earlier = Events(), {}
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            tuner = model.base_model
+            task = list(tuner.experts)[-1]
+            assert not tuner.layer.luca_class_rows[task].any()  # zero rows
+            assert tuner.layer.luca_scale[task].item() == 1.0
+            assert not tuner.peft_config[task].reference
+            earlier[task] = {name: expert_tensors(model, name) for name in tuner.experts if name != task}
+
+        def on_train_end(self, args, state, control, model=None, **kwargs):
+            for name, tensors in earlier[list(model.base_model.experts)[-1]].items():
+                assert_same(expert_tensors(model, name), tensors)
+
+    model = make_vit()
+    count = ForwardCount(model)
+    # 18 images in batches of 8: three steps an epoch
+    trainer = make_trainer(
+        out, make_stream(FOUR, names=FOUR, train=9), model, recipe="paper", callbacks=[events, Watch()],
+        num_train_epochs=4, features_cache_dir=str(out / "features"),
+    )  # fmt: skip
+    trainer.train()
+    rates = [logs["learning_rate"] for _, logs in events.logs if "loss" in logs]
+    expected = [
+        0.025 * 0.5 * (1 + math.cos(math.pi * epoch / 4)) for _ in range(2) for epoch in range(4) for _ in "abc"
+    ]
+    assert rates == pytest.approx(expected)
+    first = [logs["cross_entropy"] for step, logs in events.logs if "loss" in logs and step in (1, 13)]
+    assert first[0] == pytest.approx(math.log(2))  # two zero rows: all the same
+    assert first[1] != pytest.approx(math.log(2), abs=1e-3)  # over four rows by then
+    # Each augmented view; the images themselves for the class means; the test images; the reference, once.
+    assert count.images == 4 * 36 + 36 + 16 + 192
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_fills_the_template_of_plain_and_of_wrapped_models(out, recipe):
+    plain = make_trainer(out, recipe=recipe).luca_config
+    wrapped = make_trainer(out, model=get_peft_model(make_vit(), LucaConfig()), recipe=recipe).luca_config
+    for name, value in CONFIG_RECIPES[recipe].items():
+        assert getattr(plain, name) == getattr(wrapped, name) == value, name
+    chosen = LucaConfig(scale=3.0, arrangement="parallel")
+    set_by_user = make_trainer(out, luca_config=chosen, recipe=recipe).luca_config
+    assert (set_by_user.scale, set_by_user.arrangement) == (3.0, "parallel")
+    assert chosen.init_rows is None  # the user's own object is left alone
+
+
+# --- models of every state ---
+
+
+@pytest.mark.parametrize("config", [None, LucaConfig()])
+def test_a_template_is_taken_off_and_gives_the_same_experts(learned, out, cache, config):
+    wrapped = make_trainer(out, model=get_peft_model(make_vit(), LucaConfig()), luca_config=config, **cache)
+    wrapped.train()
+    assert_same_experts(experts_of(wrapped), experts_of(learned))
+
+
+def test_an_expert_called_default_is_kept_once_it_was_trained_or_its_classes_were_named(out):
+    trained = get_peft_model(make_vit(), LucaConfig())
+    trained.train()
+    named = get_peft_model(make_vit(), LucaConfig(classes=["a", "b"]))
+    for model in (trained, named):
+        assert list(make_trainer(out, model=model).tuner.experts) == ["default"]
+    template = get_peft_model(make_vit(), LucaConfig(scale=7.3))
+    trainer = make_trainer(out, model=template)
+    assert not isinstance(trainer.model, PeftModel)
+    assert trainer.luca_config.scale == 7.3
+
+
+def test_experts_that_are_there_are_kept_and_take_part(learned, out, cache):
+    model = make_model({"old": ["x", NAMES[0]], "older": ["y"]})
+    before = {name: expert_tensors(model, name) for name in ("old", "older")}
+    trainer = make_trainer(out, model=model, **cache)
+    trainer.train()
+    assert list(trainer.tuner.experts) == ["old", "older", "task_0", "task_1", "task_2"]
+    assert trainer.tuner.classes[:3] == ("x", NAMES[0], "y")
+    for name, tensors in before.items():
+        assert_same(expert_tensors(trainer.model, name), tensors)
+    for name, tensors in experts_of(learned).items():
+        assert_same(expert_tensors(trainer.model, name), tensors)
+    for t, task in enumerate(trainer.stream):  # labels of the stream are those of the model, in another order
+        assert trainer.evaluate(task.test)["eval_accuracy"] == trainer.evaluate()["eval_accuracy_matrix"][-1][t]
+
+
+@pytest.mark.parametrize("labels", [0, 1, 1000])
+def test_a_base_of_any_number_of_labels(learned, out, cache, labels):
+    trainer = make_trainer(out, model=make_vit(num_labels=labels), **cache)
+    trainer.train_task(trainer.stream[0])
+    assert_same(expert_tensors(trainer.model, "task_0"), expert_tensors(learned.model, "task_0"))
+    assert trainer.tuner.unload().config.num_labels == labels
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_of_the_backbone_moves_nothing(out, training):
+    """Dropout of a half in every layer: were it at work, no two passes would agree."""
+    dropout = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
+    stream = make_stream(FOUR[:2], names=FOUR[:2])
+    trainer = make_trainer(out, stream, make_vit(**dropout).train(training), cache_features=False)
+    calm = make_trainer(out / "calm", stream, make_vit(hidden_dropout_prob=0.0), cache_features=False)
+    trainer.train()
+    calm.train()
+    for key, tensor in expert_tensors(calm.model, "task_0").items():
+        torch.testing.assert_close(expert_tensors(trainer.model, "task_0")[key], tensor, rtol=5e-3, atol=5e-4)
+    test = trainer.stream[0].test
+    assert len({trainer.evaluate(test)["eval_loss"] for _ in range(2)}) == 1
+
+
+def test_a_backbone_of_no_known_size_can_be_trained_without_a_reference(out):
+    """The error's advice must work."""
+    model = make_vit()
+    model.config.__dict__["image_size"] = None
+    stream = make_stream(increment=6)
+    with pytest.raises(ValueError, match=r"Use LucaConfig\(reference=False\)"):
+        make_trainer(out, stream, model).train()
+    trainer = make_trainer(out, stream, model, luca_config=LucaConfig(reference=False))
+    trainer.train()
+    assert list(trainer.tuner.experts) == ["task_0"]
+
+
+def test_new_domains_of_the_same_classes(out):
+    rng = np.random.default_rng(0)
+    rows = [(name, domain) for domain in ("plain", "dark") for name in NAMES[:3] for _ in range(8)]
+    dataset = Dataset.from_dict(
+        {
+            "image": [draw(np.array(COLORS[name]) // (1 + (domain == "dark")), rng) for name, domain in rows],
+            "label": [name for name, _ in rows],
+            "domain": [domain for _, domain in rows],
+        },
+        features=Features(image=Image(), label=Value("string"), domain=Value("string")),
+    )
+    stream = TaskStream.from_domains(DatasetDict(train=dataset, test=dataset), domain_order=["plain", "dark"])
+    trainer = make_trainer(out, stream)
+    trainer.train()
+    assert {name: set(classes) for name, classes in trainer.tuner.experts.items()} == {
+        "plain": set(NAMES[:3]),
+        "dark": set(NAMES[:3]),
+    }
+    assert len(trainer.tuner.classes) == trainer.model.config.num_labels == 3
+    assert trainer.model(pixels()).logits.shape == (6, 3)
+    assert trainer.evaluate()["eval_last_accuracy"] > 0.5
+
+
+# --- one more task ---
+
+
+def test_a_refused_dataset_is_not_in_the_stream(out):
+    trainer = make_trainer(out, make_stream(FOUR, names=FOUR))
+    with pytest.raises(ValueError, match="an expert cannot be called 'classifier'"):
+        trainer.train_task(make_splits(NAMES[4:]), "classifier")
+    assert len(trainer.stream) == 2
+    with pytest.raises(ValueError, match="is not of the trainer's stream"):
+        trainer.train_task(make_stream(order=NAMES[::-1])[0])
+    assert not isinstance(trainer.model, PeftModel)
+    assert files_in(out) == []
+
+
+def test_an_expert_that_cannot_be_finished_is_not_left_behind(out, monkeypatch, cache):
+    def fail(*args):
+        raise MemoryError("not enough")
+
+    wrapped, x = make_model({"old": ["x", "y"]}), pixels()
+    for folder, model in ((out, make_vit()), (out / "wrapped", wrapped)):
+        expected, labels = model(x).logits, dict(model.config.id2label)
+        trainer = make_trainer(folder, make_stream(FOUR, names=FOUR), model, num_train_epochs=1, **cache)
+        for place in ("tuner.model.LucaModel.compute_reference", "training.evaluation.StreamEvaluation._measure"):
+            monkeypatch.setattr(f"peft_luca.{place}", fail)
+            with pytest.raises(MemoryError, match="enough"):
+                trainer.train()
+            monkeypatch.undo()
+            assert torch.equal(trainer.model(x).logits, expected)
+            assert trainer.model.config.id2label == labels
+        trainer.train()
+        assert list(trainer.tuner.experts)[-2:] == ["task_0", "task_1"]
+
+
+def test_a_callback_that_stops_early_stops_its_task_alone(out, cache):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    trainer = make_trainer(out, callbacks=[Stop], **cache)
+    assert trainer.train().global_step == 3
+    assert list(trainer.tuner.experts) == ["task_0", "task_1", "task_2"]
+
+
+def test_no_epochs_and_a_number_of_steps(out, cache):
+    means = make_trainer(out, num_train_epochs=0, **cache)
+    assert means.train().global_step == 0
+    assert means.results()["task_known_accuracy"] > 0.8
+    trainer = make_trainer(out / "steps", max_steps=1, **cache)
+    assert trainer.train().global_step == 3
+    assert [task["steps"] for task in trainer.results()["tasks"]] == [1, 1, 1]
+
+
+# --- images that are handed over ---
+
+
+def test_images_to_evaluate_and_to_predict_come_in_any_format(learned):
+    test = learned.stream[0].test
+    loss, accuracy = (learned.evaluate(test)[f"eval_{name}"] for name in ("loss", "accuracy"))
+    grey = test.with_transform(lambda batch: {**batch, "image": [image.convert("L") for image in batch["image"]]})
+    for other in (test.with_format("numpy"), test.with_format("torch"), test.to_iterable_dataset(), "task_0"):
+        assert learned.evaluate(other)["eval_loss"] == loss
+    assert learned.evaluate(grey)["eval_loss"] != loss  # its transform is applied
+    assert learned.evaluate({"one": test})["eval_one_accuracy"] == accuracy
+    predicted = learned.predict(test.remove_columns("labels"))
+    assert predicted.label_ids is None
+    assert predicted.predictions.shape == (8, 6)
+    assert (predicted.predictions == learned.predict(test).predictions).all()
+
+
+def test_images_that_cannot_be_evaluated_are_refused(learned):
+    test = learned.stream[0].test
+    with pytest.raises(ValueError, match=r"columns \['image'\], but needs its global labels in a column 'labels'"):
+        learned.evaluate(test.remove_columns("labels"))
+    for act in (learned.evaluate, learned.predict):
+        with pytest.raises(ValueError, match=r"columns \['img', 'labels'\], but needs its images in a column 'image'"):
+            act(test.rename_column("image", "img"))
+    for labels in (["red"] * 8, [99] * 8):
+        odd = test.remove_columns("labels").add_column("labels", labels)
+        with pytest.raises(ValueError, match=f"an image has the label {labels[0]}, but the experts' classes are"):
+            learned.evaluate(odd)
+    with pytest.raises(ValueError, match="there is no task 'task_9' with test images, only task_0, task_1, task_2"):
+        learned.evaluate("task_9")
+    with pytest.raises(ValueError, match="split must be 'train' or 'test', got 'val'"):
+        learned.features(learned.stream[0], "val")
+
+
+def test_a_stream_without_test_images_has_no_figures_and_no_nan(out):
+    trainer = make_trainer(out, TaskStream.from_tasks([make_images(NAMES[:2]), make_images(NAMES[2:4])]))
+    with pytest.raises(ValueError, match="nothing to evaluate: no task has been learned"):
+        trainer.evaluate()
+    trainer.train()
+    assert trainer.evaluate() == {"eval_accuracy_matrix": [[None, None], [None, None]]}
+    assert "last_accuracy" not in read_json(out / "results.json")
+    trainer.log_metrics("eval", trainer.evaluate() | {"eval_steps": 1})
+
+
+# --- every argument and method of Trainer ---
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_dataset": make_images()}, "train_dataset cannot be used here: the tasks of the stream"),
+        ({"eval_dataset": make_images()}, r"eval_dataset cannot be used here: .* evaluate\(\)"),
+        ({"data_collator": ImageCollator(make_processor(), "image")}, "data_collator cannot .* processing_class"),
+        (
+            {"optimizers": (torch.optim.SGD(make_vit().parameters(), lr=1.0), None)},
+            "optimizers cannot .* optimizer_cls_and_kwargs",
+        ),
+        ({"model_init": make_vit}, "model_init cannot be used here: .* Make a trainer for each trial"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_without_a_meaning_are_refused_by_name(out, given, message):
+    with pytest.raises(ValueError, match=message):
+        ContinualTrainer(make_vit(), make_arguments(out), make_stream(), None, make_processor(), **given)
+    assert not out.exists()
+
+
+def test_every_other_argument_is_used_for_every_task(out, cache):
+    calls = {"loss": 0, "metrics": 0, "logits": 0}
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        calls["loss"] += 1
+        return torch.nn.functional.cross_entropy(outputs.logits, labels) * 0
+
+    def metrics(prediction, compute_result=True):
+        calls["metrics"] += compute_result
+        assert prediction.inputs is not None
+        return {"mine": 1.0}
+
+    def logits(predicted, labels):
+        calls["logits"] += 1
+        return predicted
+
+    arguments = make_arguments(
+        out, num_train_epochs=1, eval_strategy="epoch", include_for_metrics=["inputs"], batch_eval_metrics=True,
+        class_mean_rows=False, l1_weight=0.0, **cache,
+    )  # fmt: skip
+    trainer = ContinualTrainer(
+        make_vit(), arguments, make_stream(), None, make_processor(), compute_loss_func=loss, compute_metrics=metrics,
+        preprocess_logits_for_metrics=logits, optimizers=(None, None),
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 1e6}),
+    )  # fmt: skip
+    trainer.train()  # with a loss of 0, which a step size of 1e6 cannot move
+    assert calls == {"loss": 3 * (2 + 1), "metrics": 3, "logits": 3}
+    assert trainer.evaluate(trainer.stream[0].test)["eval_mine"] == 1.0
+
+
+def test_the_last_lines_of_transformers_image_classification_example(learned, capsys):
+    metrics = learned.output.metrics
+    assert {"train_runtime", "train_loss", "total_flos", "last_accuracy"} <= set(metrics)
+    learned.log_metrics("train", metrics)
+    learned.save_metrics("train", metrics)
+    evaluated = learned.evaluate()
+    learned.log_metrics("eval", evaluated)
+    learned.save_metrics("eval", evaluated)
+    learned.save_state()
+    printed = capsys.readouterr().out
+    assert re.search(r"train_loss +=", printed)
+    assert re.search(r"eval_last_accuracy +=", printed)
+    assert read_json(learned.folder.path / "all_results.json")["eval_accuracy_matrix"][0][1] is None
+
+
+EXAMPLE = {"finetuned_from": "google/vit", "tasks": "image-classification", "dataset": "digits", "tags": ["vision"]}
+
+
+def test_a_push_takes_what_trainers_takes(learned, monkeypatch):
+    pushed = {}
+    monkeypatch.setattr(
+        continual_trainer, "push_experts", lambda model, repo, **given: pushed.update(given, repo=repo)
+    )
+    monkeypatch.setattr(learned, "hub_model_id", "me/run")
+    learned.push_to_hub("message", False, "hf_token", "trial", True, **EXAMPLE, model_name="x", language="en")
+    assert pushed["card_data"] == {"language": "en", "tags": ["vision"], "model_name": "x"}
+    assert (pushed["base_model"], pushed["datasets"]) == ("google/vit", "digits")
+    assert (pushed["repo"], pushed["revision"], pushed["token"], pushed["private"]) == (
+        "me/run",
+        "trial",
+        "hf_token",
+        True,
+    )
+    assert (pushed["commit_message"], pushed["blocking"]) == ("message", False)
+    assert pushed["results"]["last_accuracy"] == learned.results()["last_accuracy"]
+
+
+def test_a_card_takes_what_trainers_takes(learned):
+    learned.create_model_card(**EXAMPLE, model_name="Colors", language="en", license="mit", dataset_args="all")
+    text = (learned.folder.path / "README.md").read_text(encoding="utf-8")
+    for line in ("license: mit", "language: en", "base_model: google/vit", "- digits", "- vision", "name: Colors"):
+        assert line in text, line
+    with pytest.raises(TypeError, match="datset"):
+        learned.create_model_card(datset="typo")
+
+
+def test_save_model_is_a_collection(learned, out, tmp_path):
+    with pytest.raises(ValueError, match="no expert to save: no task has been learned"):
+        make_trainer(out).save_model(str(tmp_path / "model"))
+    learned.save_model(str(tmp_path / "model"))
+    loaded, x = load_experts(make_vit(), tmp_path / "model"), pixels()
+    assert torch.equal(loaded(x).logits, learned.model(x).logits)
+    assert (tmp_path / "model" / "preprocessor_config.json").is_file()
+
+
+def test_a_line_for_each_task(out, monkeypatch, cache):
+    lines = []
+    monkeypatch.setattr(continual_trainer, "print_line", lambda args, line: lines.append(line))
+    make_trainer(out, **cache).train()
+    assert len(lines) == 3
+    pattern = r"task 2/3 task_1 \(blue, yellow\), \d+\.\d s: accuracy [01]\.\d{3} over 4 classes, [01]\.\d{3} with the"
+    assert re.match(pattern, lines[1])

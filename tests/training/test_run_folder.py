@@ -1,0 +1,570 @@
+"""The output folder of a run: resumed after any interruption to the bit, its lock, its journal, and deletion."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from helpers import (
+    NAMES,
+    assert_same,
+    expert_tensors,
+    files_in,
+    make_splits,
+    make_stream,
+    make_trainer,
+    make_vit,
+    pixels,
+    read_json,
+)
+from transformers import TrainerCallback
+
+from peft_luca import LucaConfig, TaskStream
+from peft_luca import utils as package_utils
+from peft_luca.data import feature_file
+from peft_luca.training.run_folder import JOURNAL_NAME, RunFolder
+from peft_luca.utils import LOCK_NAME
+
+
+FOUR = NAMES[:4]
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """[CLS] of the same images, computed once for the tests of this file."""
+    return {"features_cache_dir": str(tmp_path_factory.mktemp("features")), "num_train_epochs": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache):
+    """A run that was never interrupted."""
+    trainer = make_trainer(tmp_path_factory.mktemp("whole") / "out", **cache)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture
+def copy(whole, out):
+    """A copy of the folder of a finished run."""
+    shutil.copytree(whole.folder.path, out)
+    return out
+
+
+class Interrupt(TrainerCallback):
+    """Raises in the given task, counted from 1."""
+
+    def __init__(self, task):
+        self.task, self.begun = task, 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.begun += 1
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.begun == self.task:
+            raise KeyboardInterrupt
+
+
+def experts_of(trainer):
+    return {name: expert_tensors(trainer.model, name) for name in trainer.tuner.experts}
+
+
+def assert_same_experts(first, second):
+    assert list(first) == list(second)
+    for name in first:
+        assert_same(first[name], second[name])
+
+
+def shape(matrix):
+    """Which entries of an accuracy matrix were measured."""
+    return [[value is not None for value in row] for row in matrix]
+
+
+def contents(folder):
+    return {file: (folder / file).read_bytes() for file in files_in(folder)}
+
+
+# --- resuming ---
+
+
+@pytest.mark.parametrize("interrupted_in", [1, 3])
+def test_a_resumed_run_ends_the_same_to_the_bit_and_does_nothing_twice(whole, out, cache, interrupted_in):
+    stopped = make_trainer(out, callbacks=[Interrupt(interrupted_in)], **cache)
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    done = interrupted_in - 1
+    assert (out / "results.json").exists() == bool(done)
+    again = make_trainer(out, **cache)
+    assert again.train(resume_from_checkpoint=True).global_step == 2 * (3 - done)
+    assert again.state.global_step == 6
+    assert_same_experts(experts_of(again), experts_of(whole))
+    assert again.model(pixels()).logits.equal(whole.model(pixels()).logits)
+    first, second = (read_json(folder / "results.json") for folder in (out, whole.folder.path))
+    for results in (first, second):
+        for task in results["tasks"]:
+            del task["seconds"]
+    assert first == second
+    ours, theirs = contents(out), contents(whole.folder.path)
+    assert {name: ours[name] for name in theirs if name != "results.json"} == {
+        name: content for name, content in theirs.items() if name != "results.json"
+    }
+    assert make_trainer(out, **cache).train().global_step == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": 0.3}, r"other settings \(learning_rate: \S+ there, 0\.3 now\)"),
+        ({"num_train_epochs": 4}, "num_train_epochs: 1 there, 4 now"),
+        ({"recipe": "paper"}, "recipe: 'own' there, 'paper' now"),
+        ({"statistics_rank": 3}, "statistics_rank: 64 there, 3 now"),
+        ({"adam_beta1": 0.5}, "adam_beta1: 0.9 there, 0.5 now"),
+        ({"luca_config": LucaConfig(reduction=4)}, "luca_config.reduction: 16 there, 4 now"),
+        ({"stream": make_stream(order=NAMES[::-1])}, "run of another stream: its task 'task_0' has 16 train images"),
+        ({"stream": make_stream(train=9)}, "run of another stream.* has 16 train images .* has 18 of"),
+        ({"stream": make_stream(names=FOUR, order=FOUR)}, "its task 'task_2' is not among 'task_0', 'task_1'"),
+        ({"model": make_vit(seed=1)}, "was trained on the backbone"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_another_run_in_the_same_folder_is_refused(copy, cache, changes, message):
+    before = contents(copy)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(copy, **cache | changes).train()
+    assert contents(copy) == before
+
+
+def test_resuming_can_be_refused(copy, cache):
+    with pytest.raises(ValueError, match=r"holds a run of 3 tasks. Choose another output_dir"):
+        make_trainer(copy, **cache).train(resume_from_checkpoint=False)
+    with pytest.raises(ValueError, match="not from the checkpoint 'x'"):
+        make_trainer(copy, **cache).train(resume_from_checkpoint="x")
+
+
+CHANGES_OF_A_VERSION = [
+    lambda results: results["settings"]["luca_config"].update(read_with="peft_luca 0.1", head="cosine"),
+    lambda results: results["settings"].pop("l1_proximal"),
+    lambda results: results["settings"].pop("l1_weight"),  # which the recipe fills
+    lambda results: results["settings"].pop("lr_scheduler_type"),
+    lambda results: results["settings"]["luca_config"].pop("pooled"),
+    lambda results: results["settings"]["luca_config"].pop("scale"),
+    lambda results: results["settings"].update(lr_scheduler_kwargs={}),  # as transformers 4 has it
+    lambda results: results["settings"].update(router="energy"),
+    lambda results: results.pop("stage_forgetting"),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_A_VERSION)
+def test_a_run_of_another_version_with_the_same_values_is_resumed(copy, cache, change):
+    results = read_json(copy / "results.json")
+    change(results)
+    (copy / "results.json").write_text(json.dumps(results), encoding="utf-8")
+    trainer = make_trainer(copy, **cache)
+    assert trainer.train().global_step == 0
+    assert len(trainer.results()["stage_forgetting"]) == 3
+
+
+def test_a_setting_that_an_older_version_lacked_is_compared_with_its_default(copy, cache):
+    results = read_json(copy / "results.json")
+    del results["settings"]["l1_proximal"]
+    (copy / "results.json").write_text(json.dumps(results), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"l1_proximal: False there, True now"):
+        make_trainer(copy, l1_proximal=True, **cache).train()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda results: results.update(format=99), "format 99 of a later version"),
+        (lambda results: results["tasks"][0].pop("task_known"), "a task has no 'task_known'"),
+        (lambda results: results.pop("settings"), "settings"),
+        (None, "Expecting"),
+    ],
+    ids=["format", "record", "settings", "damaged"],
+)
+def test_results_of_no_run_are_refused(copy, cache, change, message):
+    results = read_json(copy / "results.json")
+    if change is not None:
+        change(results)
+    text = "{" if change is None else json.dumps(results)
+    (copy / "results.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"does not hold the results of a run: .*{message}"):
+        make_trainer(copy, **cache).train()
+
+
+# --- a stream that grows ---
+
+
+def test_a_month_later(out, cache):
+    make_trainer(out, make_stream(FOUR, names=FOUR), **cache).train()
+    # New classes, and new data of an old task's, without train() being called first.
+    later = make_trainer(out, make_stream(FOUR, names=FOUR), **cache)
+    output = later.train_task(make_splits(NAMES[4:]), "new")
+    assert output.global_step == 2
+    later.train_task(make_splits(NAMES[:2], seed=77), "again")
+    assert list(later.tuner.experts) == ["task_0", "task_1", "new", "again"]
+    assert later.tuner.classes == NAMES
+    results = read_json(out / "results.json")
+    assert [task["name"] for task in results["tasks"]] == ["task_0", "task_1", "new", "again"]
+    assert shape(results["accuracy_matrix"]) == [[j <= i for j in range(4)] for i in range(4)]
+    assert results["last_accuracy"] == pytest.approx(later.evaluate()["eval_last_accuracy"])
+    with pytest.raises(ValueError, match="there is an expert 'new' already"):
+        later.train_task(later.stream[2])
+    # And all of it comes back, in a stream that has grown likewise.
+    stream = make_stream(FOUR, names=FOUR)
+    stream.append(make_splits(NAMES[4:]), "new")
+    stream.append(make_splits(NAMES[:2], seed=77), "again")
+    back = make_trainer(out, stream, **cache)
+    assert back.train().global_step == 0
+    assert_same_experts(experts_of(back), experts_of(later))
+
+
+def test_tasks_in_another_order_than_the_streams(out, cache):
+    first = make_trainer(out, **cache)
+    first.train_task(first.stream[2])
+    back = make_trainer(out, **cache)
+    back.train()
+    assert [task["name"] for task in read_json(out / "results.json")["tasks"]] == ["task_2", "task_0", "task_1"]
+    assert_same(expert_tensors(back.model, "task_2"), expert_tensors(first.model, "task_2"))
+
+
+def test_another_task_under_the_name_of_one_that_failed_learns_from_its_own_images(out, cache):
+    trainer = make_trainer(out, make_stream(NAMES[:2], names=NAMES[:2]), **cache)
+    trainer.train()
+    finish, trainer._finish = trainer._finish, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.train_task(make_splits(NAMES[2:4], train=4), "late")
+    trainer._finish = finish
+    trainer.train_task(make_splits(NAMES[4:6], train=6), "late")
+    assert len(trainer.features(trainer.stream[-1], "train")) == 12
+    assert trainer.tuner.experts["late"] == NAMES[4:6]
+
+
+# --- deletion ---
+
+
+def test_a_deleted_expert_was_never_there_and_stays_away(copy, tmp_path, cache):
+    trainer = make_trainer(copy, **cache)
+    trainer.delete_adapter("task_1")
+    results = read_json(copy / "results.json")
+    assert shape(results["accuracy_matrix"]) == [[True, False, False], [True, True, False], [True, False, True]]
+    assert [task.get("deleted", False) for task in results["tasks"]] == [False, True, False]
+    assert [expert["name"] for expert in read_json(copy / "experts.json")["experts"]] == ["task_0", "task_2"]
+    assert not any(name.startswith(("task_1", ".")) for name in files_in(copy))
+    without = make_splits().filter(lambda label: label not in (2, 3), input_columns="label")
+    stream = TaskStream.from_dataset(without, increment=2, class_order=NAMES[:2] + NAMES[4:])
+    never = make_trainer(tmp_path / "never", stream, **cache)
+    never.train()
+    tasks = {"task_0": make_splits(NAMES[:2]), "task_2": make_splits(NAMES[4:])}
+    back = make_trainer(copy, **cache)
+    back.train()
+    assert list(back.tuner.experts) == list(tasks)
+    for ours, theirs in (("task_0", "task_0"), ("task_2", "task_1")):
+        kept = {key.replace(ours, "x"): value for key, value in expert_tensors(back.model, ours).items()}
+        assert_same(kept, {key.replace(theirs, "x"): v for key, v in expert_tensors(never.model, theirs).items()})
+    assert back.evaluate()["eval_last_accuracy"] == never.evaluate()["eval_last_accuracy"]
+    # Its classes may come back under another name.
+    with pytest.raises(ValueError, match="'task_1' was learned and its expert deleted"):
+        back.train_task(back.stream[1])
+    back.train_task(make_splits(NAMES[2:4]), "once_more")
+    assert shape(read_json(copy / "results.json")["accuracy_matrix"])[-1] == [True, False, True, True]
+
+
+def test_a_run_resumes_without_the_images_of_a_deleted_task(out, cache):
+    tasks = {f"t{i}": make_splits(NAMES[2 * i : 2 * i + 2]) for i in range(3)}
+    trainer = make_trainer(out, TaskStream.from_tasks(tasks), **cache)
+    trainer.train()
+    trainer.delete_adapter("t1")
+    left = {name: task for name, task in tasks.items() if name != "t1"}
+    again = make_trainer(out, TaskStream.from_tasks(left), **cache)
+    again.train()
+    assert list(again.tuner.experts) == ["t0", "t2"]
+    assert again.evaluate()["eval_accuracy_matrix"][-1] == trainer.evaluate()["eval_accuracy_matrix"][-1]
+
+
+def test_what_cannot_be_deleted(out, cache):
+    trainer = make_trainer(out, make_stream(increment=6), **cache)
+    with pytest.raises(ValueError, match="there is no expert 'task_0' to delete"):
+        trainer.delete_adapter("task_0")
+    trainer.train()
+    with pytest.raises(ValueError, match="'task_0' is the only expert"):
+        trainer.delete_adapter("task_0")
+    assert (out / "task_0" / "adapter_config.json").is_file()
+
+
+# --- a change that is cut off at any of its writes ---
+
+
+class Cut(BaseException):
+    """The process ends here."""
+
+
+def cut_off(monkeypatch, act, at):
+    """Ends `act` in place of its `at`-th change of the disk, and says whether it came so far."""
+    calls = 0
+
+    def counting(real):
+        def change(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise Cut
+            return real(*args, **kwargs)
+
+        return change
+
+    with monkeypatch.context() as patch:
+        for module, name in ((os, "replace"), (shutil, "rmtree"), (Path, "unlink")):
+            patch.setattr(module, name, counting(getattr(module, name)))
+        try:
+            act()
+        except Cut:
+            return True
+    return False
+
+
+def test_a_deletion_that_is_cut_off_is_finished_or_was_never_begun(whole, tmp_path, cache, monkeypatch):
+    states = []
+    for at in range(1, 20):
+        out = tmp_path / str(at) / "out"
+        shutil.copytree(whole.folder.path, out)
+        folder, trainer = RunFolder(out), make_trainer(out, **cache)
+        trainer.train()
+        results = {**trainer.results(), "classes": ["marked"]}
+        for task in results["tasks"]:
+            task.update(deleted=True) if task["name"] == "task_1" else None
+        if not cut_off(monkeypatch, lambda: folder.delete_expert("task_1", results), at):  # noqa: B023
+            break
+        RunFolder(out).recover(["task_0", "task_1", "task_2"])
+        deleted = read_json(out / "results.json")["classes"] == ["marked"]
+        states.append(deleted)
+        manifest = [expert["name"] for expert in read_json(out / "experts.json")["experts"]]
+        assert ("task_1" in manifest) == (out / "task_1").exists() == (not deleted)
+        assert not [name for name in files_in(out) if name.startswith(".")]
+    assert states == sorted(states)  # once begun it is always finished
+    assert len(states) > 3
+    assert set(states) == {False, True}
+
+
+def test_an_expert_that_is_half_saved_is_removed_and_learned_again(whole, tmp_path, cache, monkeypatch):
+    for at in (1, 2, 3, 5, 8, 12, 20, 40):
+        out = tmp_path / str(at) / "out"
+        trainer = make_trainer(out, make_stream(FOUR, names=FOUR), **cache)
+        trainer.train_task(trainer.stream[0])
+        if not cut_off(monkeypatch, lambda: trainer.train_task(trainer.stream[1]), at):  # noqa: B023
+            break
+        RunFolder(out).recover(["task_0", "task_1"])
+        learned = [task["name"] for task in read_json(out / "results.json")["tasks"]]
+        assert [expert["name"] for expert in read_json(out / "experts.json")["experts"]] == learned
+        assert (out / "task_1").exists() == ("task_1" in learned)
+        if at in (2, 5):
+            again = make_trainer(out, make_stream(FOUR, names=FOUR), **cache)
+            again.train()
+            assert_same(expert_tensors(again.model, "task_1"), expert_tensors(whole.model, "task_1"))
+    assert at > 6
+
+
+def test_leftovers_of_a_killed_run_are_removed_and_other_files_kept(out, cache):
+    (out / ".task_1.abcd1234" / "task_1").mkdir(parents=True)
+    (out / ".results.json.writing").write_text("{")
+    (out / f".{JOURNAL_NAME}.writing").write_text("{")
+    (out / ".keep").write_text("not ours")
+    make_trainer(out, make_stream(FOUR, names=FOUR), **cache).train()
+    assert sorted(path.name for path in out.iterdir() if path.name.startswith(".")) == [".keep"]
+
+
+def kill(folder, kills, seed):
+    """`kills.py` in a process of its own, which can fork safely."""
+    command = [sys.executable, str(Path(__file__).parent / "kills.py"), str(folder), str(kills), str(seed)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stderr.splitlines()[-1])
+
+
+def test_ten_kills(tmp_path):
+    report = kill(tmp_path, 10, seed=1)
+    assert sum(report["killed"].values()) == 10
+    assert report["runs"] >= 1
+    assert (report["failed"], report["differing"]) == (0, 0), report
+
+
+@pytest.mark.slow
+def test_a_hundred_kills(tmp_path, record_property):
+    report = kill(tmp_path, 120, seed=2)
+    record_property("kills", report)
+    assert sum(report["killed"].values()) == 120
+    assert all(report["killed"].values()), report  # in every phase
+    assert (report["failed"], report["differing"]) == (0, 0), report
+
+
+# --- a disk that fails ---
+
+
+def test_no_room_at_any_write(whole, tmp_path, monkeypatch):
+    """Every write to the disk fails once, as it does when the disk is full."""
+    monkeypatch.setattr(feature_file, "CHECKPOINT_SECONDS", 0.0)
+    settings = {"features_cache_dir": str(tmp_path / "features"), "num_train_epochs": 1}
+    real, calls = os.fsync, 0
+
+    def full(handle):
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    failing, failures = 0, []
+    while True:
+        calls, failing = 0, failing + 1
+        trainer = make_trainer(tmp_path / "out", make_stream(FOUR, names=FOUR), **settings)
+        try:
+            trainer.train()
+        except OSError as error:
+            failures.append((error.errno, str(error)))
+        else:
+            break
+    assert len(failures) > 5
+    assert all(number == errno.ENOSPC and "cannot write" in message for number, message in failures)
+    for name, tensors in experts_of(trainer).items():
+        assert_same(expert_tensors(whole.model, name), tensors)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A folder that can be made a disk of a given size, or read-only, where this user may mount."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(*options):
+        command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("needs the right to mount a tmpfs")
+        return folder
+
+    yield mount
+    while os.path.ismount(folder):
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("place", ["features", "out"])
+def test_a_full_and_a_read_only_disk(whole, tmp_path, disk, place):
+    folder = disk("size=256k")
+    places = {"features": tmp_path / "features", "out": tmp_path / "out"} | {place: folder / place}
+    (folder / place).mkdir()
+    arguments = {"features_cache_dir": str(places["features"]), "num_train_epochs": 1}
+    trainer = make_trainer(places["out"], **arguments)
+    trainer.train_task(trainer.stream[0])
+    filler = folder / "filler"
+    filler.write_bytes(b"0" * (shutil.disk_usage(folder).free - 4096))
+    with pytest.raises(OSError, match=r"cannot write .*No space left on device.* What was finished before is kept"):
+        trainer.train()
+    assert list(trainer.tuner.experts) == ["task_0"]
+    filler.unlink()
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    with pytest.raises(OSError, match=r"cannot write .*Read-only file system.* make the folder writable"):
+        trainer.train()
+    subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+    trainer.train()
+    assert_same_experts(experts_of(trainer), experts_of(whole))
+    assert make_trainer(places["out"], **arguments).train().global_step == 0
+
+
+# --- signals, and two runs ---
+
+RUN = """
+    import os, signal, sys
+    sys.path[:0] = {path!r}
+    os.environ["HF_DATASETS_CACHE"] = {folder!r}
+    from pathlib import Path
+    from helpers import make_trainer
+    from transformers import TrainerCallback
+
+    class Wait(TrainerCallback):
+        begun = 0
+
+        def on_train_begin(self, *args, **kwargs):
+            self.begun += 1
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if self.begun == 2:
+                Path({folder!r}, "ready").touch()
+                while True:  # until a signal comes
+                    pass
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    make_trainer(Path({folder!r}) / "out", num_train_epochs=1, callbacks=[Wait()]).train()
+"""
+
+
+def test_a_second_run_is_kept_out_until_ctrl_c_which_says_how_to_resume(tmp_path, monkeypatch):
+    monkeypatch.setattr(package_utils, "LOCK_SECONDS", 0.1)
+    code = RUN.format(folder=str(tmp_path), path=[str(TESTS), *sys.path])
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        time.sleep(0.05)
+    before = files_in(tmp_path / "out")
+    second = make_trainer(tmp_path / "out", num_train_epochs=1)
+    message = r"another run is at work in \S+out, and two would overwrite each other's experts"
+    for act in (second.train, lambda: second.train_task(second.stream[0]), lambda: second.delete_adapter("task_0")):
+        with pytest.raises(RuntimeError, match=message):
+            act()
+    assert files_in(tmp_path / "out") == before
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode != 0
+    assert re.search(r"Interrupted: 1 of 3 tasks are finished, and kept in \S+out\. To go on, call train\(\)", errors)
+    assert second.train().global_step == 4
+    assert list(second.tuner.experts) == ["task_0", "task_1", "task_2"]
+
+
+def test_a_run_locks_its_folder_while_it_lasts_and_no_longer(out, cache):
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            seen.append((out / LOCK_NAME).exists())
+            if len(seen) == 2:
+                raise FloatingPointError
+
+    trainer = make_trainer(out, callbacks=[Look()], **cache)
+    with pytest.raises(FloatingPointError):
+        trainer.train()
+    assert LOCK_NAME not in files_in(out)
+    trainer.train()
+    trainer.delete_adapter("task_0")
+    assert seen == [True] * 4
+    assert LOCK_NAME not in files_in(out)
+    with FileLock(out / LOCK_NAME, timeout=0):  # nobody holds it
+        pass
+
+
+@pytest.mark.parametrize("drift", [-1e9, 1e9])
+def test_a_clock_that_is_set_changes_nothing(whole, out, cache, monkeypatch, drift):
+    calls, real = [0], time.time
+
+    def jumping():
+        calls[0] += 1
+        return real() + drift * calls[0]
+
+    monkeypatch.setattr(time, "time", jumping)
+    trainer = make_trainer(out, **cache)
+    trainer.train_task(trainer.stream[0])
+    for file in out.rglob("*"):  # and files from the future, or of long ago
+        os.utime(file, (max(0, real() + drift), max(0, real() + drift)))
+    again = make_trainer(out, **cache)
+    again.train()
+    assert calls[0] > 0
+    assert_same_experts(experts_of(again), experts_of(whole))
+    assert all(task["seconds"] >= 0 for task in read_json(out / "results.json")["tasks"])
