@@ -83,7 +83,6 @@ KINDS_OF_THE_RAMP = {
     "grey": GREY,
     "grey with alpha": alpha("LA", 128),
     "grey, transparent": alpha("LA", 0),
-    "grey multiplied by alpha": alpha("LA", 255).convert("La"),
     "RGB": GREY.convert("RGB"),
     "RGBA, transparent": alpha("RGBA", 0),
     "RGBA multiplied by alpha": alpha("RGBA", 255).convert("RGBa"),
@@ -202,12 +201,6 @@ def test_broken_xmp_is_ignored(xmp, kind):
     assert to_rgb(with_xmp(GREY, kind, xmp)).size == (10, 6)
 
 
-def test_whatever_an_exif_parser_raises_is_ignored():
-    image = GREY.copy()
-    image.getexif = lambda: 1 / 0
-    assert to_rgb(image).size == (10, 6)
-
-
 # --- animations and limits ---
 
 
@@ -224,7 +217,7 @@ def test_a_huge_image_is_refused_before_it_is_in_memory():
     rows = b"".join(compress.compress(bytes(30_001)) for _ in range(100)) + compress.flush()
     image = png(30_000, 20_000, 8, 0, rows)
     tracemalloc.start()
-    with pytest.raises(ValueError, match=r"600000000 pixels\) exceeds limit .*set PIL\.Image\.MAX_IMAGE_PIXELS"):
+    with pytest.raises(PilImage.DecompressionBombError, match=r"600000000 pixels\) exceeds limit"):
         to_rgb(image)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -233,7 +226,7 @@ def test_a_huge_image_is_refused_before_it_is_in_memory():
 
 def test_the_limit_of_pixels_is_that_of_pillow(monkeypatch):
     monkeypatch.setattr(PilImage, "MAX_IMAGE_PIXELS", 10)
-    with pytest.raises(ValueError, match="60 pixels"):
+    with pytest.raises(PilImage.DecompressionBombError, match="60 pixels"):
         to_rgb(saved(GREY, "png"))
     monkeypatch.setattr(PilImage, "MAX_IMAGE_PIXELS", None)
     assert to_rgb(saved(GREY, "png")).size == (10, 6)
@@ -263,13 +256,9 @@ def test_a_broken_image_raises(content):
         to_rgb({"bytes": content, "path": "7.jpg"})
 
 
-@pytest.mark.parametrize("image", [None, np.zeros((2, 2, 3)), "1.png"])
-def test_what_is_no_image_is_a_type_error(image):
-    with pytest.raises(TypeError, match=rf"found a {type(image).__name__}; needed a PIL image, or its bytes or path"):
-        to_rgb(image)
-
-
-def test_an_image_without_content_and_file():
+def test_what_is_no_image_is_a_type_error():
+    with pytest.raises(TypeError, match="found a ndarray; needed a PIL image, or its bytes or path"):
+        to_rgb(np.zeros((2, 2, 3)))
     with pytest.raises(FileNotFoundError, match="neither bytes nor a path"):
         to_rgb({"bytes": None, "path": None})
 
@@ -380,9 +369,9 @@ def processor(side=SIDE, **options):
 @pytest.mark.parametrize(
     ("channels", "options", "message"),
     [
-        (1, {}, "num_channels=1, but ViTImageProcessorPil cannot make such images: .* image_mean and image_std to as"),
-        (3, GREY_NUMBERS, "num_channels=3, but ViTImageProcessorPil cannot make such images"),
-        (1, {"do_convert_rgb": True}, "num_channels=1, but ViTImageProcessorPil makes images with 3.*do_convert_rgb"),
+        (1, {}, "cannot make images of num_channels=1, .* image_mean and image_std to as"),
+        (3, GREY_NUMBERS, "ViTImageProcessorPil cannot make images of num_channels=3, which the backbone takes"),
+        (1, {"do_convert_rgb": True}, "makes images of 3 channels, but .* num_channels=1.*do_convert_rgb"),
         (3, {"side": 2 * SIDE}, "makes images of 32 × 32, but the backbone takes 16 × 16: .*its size"),
     ],
 )
@@ -405,7 +394,9 @@ def test_the_size_of_a_processor():
     assert image_size(cropping) == (5, 7)
     cropping.crop_size = None
     assert image_size(cropping) == (9, 9)
-    with pytest.raises(ValueError, match="augmentation needs the size of the images, but object has neither"):
+    with pytest.raises(
+        ValueError, match="augmentation needs an image processor with crop_size or size, whose size is not None"
+    ):
         image_size(object())
 
 
