@@ -180,25 +180,21 @@ def test_the_orientation_is_applied_once_however_an_image_is_read(tmp_path, orie
         assert np.array_equal(np.asarray(to_rgb(image)), np.asarray(expected))
 
 
-BROKEN_EXIF = {
-    "unknown orientation": exif_of(9),
-    "orientation as text": b"Exif\x00\x00II*\x00\x08\x00\x00\x00\x01\x00\x12\x01\x02\x00\x04\x00\x00\x00up" + bytes(6),
-    "cut off": b"Exif\x00\x00II*\x00\x08\x00\x00\x00\xff\xff\x12\x01\x03\x00" + b"\xff" * 40,
-    "no EXIF": b"Exif\x00\x00junkjunkjunk",
-    "nothing": b"",
-}  # fmt: skip
+BROKEN_EXIF = [
+    exif_of(9),
+    b"Exif\x00\x00II*\x00\x08\x00\x00\x00\x01\x00\x12\x01\x02\x00\x04\x00\x00\x00up" + bytes(6),
+    b"Exif\x00\x00II*\x00\x08\x00\x00\x00\xff\xff\x12\x01\x03\x00" + b"\xff" * 40,
+    b"Exif\x00\x00junkjunkjunk",
+]
 
 
-@pytest.mark.parametrize("exif", BROKEN_EXIF.values(), ids=BROKEN_EXIF)
 @pytest.mark.filterwarnings("ignore:.*EXIF.*:UserWarning", "ignore:.*Tag data.*:UserWarning")
-def test_broken_exif_is_ignored(exif):
-    assert to_rgb(saved(GREY.convert("RGB"), "jpeg", exif=exif)).size == (10, 6)
-
-
-@pytest.mark.parametrize("xmp", ["<broken", "\xff\xfe\x00", "<x:xmpmeta tiff:Orientation='no'/>", "<" * 9999])
-@pytest.mark.parametrize("kind", ["jpeg", "webp", "png"])
-def test_broken_xmp_is_ignored(xmp, kind):
-    assert to_rgb(with_xmp(GREY, kind, xmp)).size == (10, 6)
+def test_broken_exif_and_xmp_are_ignored():
+    for exif in BROKEN_EXIF:
+        assert to_rgb(saved(GREY.convert("RGB"), "jpeg", exif=exif)).size == (10, 6)
+    for kind in ("jpeg", "webp", "png"):
+        for xmp in ("<broken", "\xff\xfe\x00", "<x:xmpmeta tiff:Orientation='no'/>", "<" * 9999):
+            assert to_rgb(with_xmp(GREY, kind, xmp)).size == (10, 6)
 
 
 # --- animations and limits ---
@@ -209,7 +205,6 @@ def test_the_first_frame_of_an_animation(kind):
     frames = [PilImage.new("RGB", (4, 4), color) for color in ("red", "blue", "green")]
     encoded = saved(frames[0], kind, save_all=True, append_images=frames[1:])
     assert to_rgb(encoded).getpixel((0, 0))[0] > 250
-    assert to_rgb(PilImage.open(io.BytesIO(encoded["bytes"]))).getpixel((0, 0))[0] > 250
 
 
 def test_a_huge_image_is_refused_before_it_is_in_memory():
@@ -239,21 +234,12 @@ def noise(side=64):
     return PilImage.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
-WHOLE = saved(noise(), "jpeg")["bytes"]
-UNREADABLE = {
-    "nothing": b"",
-    "header of a JPEG": WHOLE[:100],
-    "JPEG without its last byte": WHOLE[:-1],
-    "half a JPEG": WHOLE[: len(WHOLE) // 2],
-    "half a PNG": saved(noise(), "png")["bytes"][:3000],
-    "HTML": b"<html>not found</html>",
-}
-
-
-@pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE)
-def test_a_broken_image_raises(content):
-    with pytest.raises((OSError, ValueError, SyntaxError)):
-        to_rgb({"bytes": content, "path": "7.jpg"})
+@pytest.mark.parametrize("kind", ["jpeg", "png"])
+def test_a_broken_image_raises(kind):
+    whole = saved(noise(), kind)["bytes"]
+    for content in (b"", whole[:100], whole[: len(whole) // 2], b"<html>not found</html>"):
+        with pytest.raises((OSError, ValueError, SyntaxError)):
+            to_rgb({"bytes": content, "path": f"7.{kind}"})
 
 
 def test_what_is_no_image_is_a_type_error():
@@ -394,9 +380,7 @@ def test_the_size_of_a_processor():
     assert image_size(cropping) == (5, 7)
     cropping.crop_size = None
     assert image_size(cropping) == (9, 9)
-    with pytest.raises(
-        ValueError, match="augmentation needs an image processor with crop_size or size, whose size is not None"
-    ):
+    with pytest.raises(ValueError, match="with crop_size or size, whose size is not None"):
         image_size(object())
 
 

@@ -125,16 +125,16 @@ def test_another_process_is_waited_for(tmp_path):
         assert partial is None
 
 
-@pytest.mark.parametrize("left", [(".partial", ".partial.json", ".lock"), (".partial.json", ".lock"), (".lock",)])
-def test_leftovers_of_a_kill_at_the_end_are_removed(tmp_path, left):
+def test_leftovers_of_a_kill_at_the_end_are_removed(tmp_path):
     path = tmp_path / "f.arrow"
     write(path, torch.ones(18, 48))
     content = path.read_bytes()
-    for suffix in left:
-        path.with_suffix(suffix).write_text('{"rows": 1, "width": 1, "bad": []}')
-    backbone = Backbone()
-    extractor(backbone)(colors(), path)
-    assert (backbone.images, path.read_bytes(), files_in(tmp_path)) == (0, content, ["f.arrow"])
+    for left in ([".partial", ".partial.json", ".lock"], [".lock"]):
+        for suffix in left:
+            path.with_suffix(suffix).write_text('{"rows": 1, "width": 1, "bad": []}')
+        backbone = Backbone()
+        extractor(backbone)(colors(), path)
+        assert (backbone.images, path.read_bytes(), files_in(tmp_path)) == (0, content, ["f.arrow"])
 
 
 def test_an_augmented_view_does_not_depend_on_batches():

@@ -197,8 +197,7 @@ def test_one_task_per_domain_with_shared_classes():
 
 
 def test_the_domain_order_changes_only_the_numbers_of_labels():
-    forward = TaskStream.from_domains(domains())
-    backward = TaskStream.from_domains(domains(), domain_order=["sketch", "photo"])
+    forward, backward = (TaskStream.from_domains(domains(), domain_order=o) for o in (None, ["sketch", "photo"]))
     for one, other in zip(forward, reversed(list(backward)), strict=True):
         assert (one.name, one.classes, paths(one.train)) == (other.name, other.classes, paths(other.train))
         assert names_of(forward, one.train) == names_of(backward, other.train)
@@ -275,14 +274,7 @@ def test_a_refused_task_does_not_change_the_stream(dataset, name, match):
 
 
 @pytest.mark.parametrize(
-    "one",
-    [
-        images(["a"]),
-        "folder",
-        datasets.IterableDatasetDict(),
-        DatasetDict(train=images(["a"]), test=images(["a"])),
-        {"train": images(["a"]), "test": images(["a"])},
-    ],
+    "one", ["folder", datasets.IterableDatasetDict(), {"train": images(["a"]), "test": images(["a"])}]
 )
 def test_one_dataset_is_not_a_list_of_tasks(one):
     with pytest.raises(ValueError, match=rf"needs a list or a dict of datasets .* found one {type(one).__name__}"):
@@ -341,7 +333,6 @@ def test_a_test_split_that_spells_a_class_differently_is_refused_with_a_hint(nam
     ("dataset", "arguments", "match"),
     [
         (images(["a"]), {"label_column": "y"}, r"Column name \['y'\] not in the dataset. Current columns"),
-        (images(["a"]), {"image_column": "img"}, r"Column name \['img'\] not in the dataset"),
         (images(["a"], column="labels"), {}, r"columns \['labels'\] are duplicated"),
         (
             images(["a"]).remove_columns("image"),
@@ -356,10 +347,8 @@ def test_a_test_split_that_spells_a_class_differently_is_refused_with_a_hint(nam
         (images(["a", None]), {}, r"column 'label' of the train images is empty \(None\) in 1 rows, first in row 1"),
         (named("ab", 0, None, 1), {}, "first in row 1"),
         (named("ab", 0, 1, -1), {}, "row 2 of column 'label' of the train images is -1, which names no class"),
-        (images([3, -1]), {}, "row 1 .* is -1"),
         (images([0.5], Value("float32")), {}, r"one ClassLabel, integer or string per image, found Value\('float32'"),
         (images([[0, 1]], List(Value("int64"))), {}, "integer or string per image, found List"),
-        (images([True], Value("bool")), {}, "integer or string per image, found"),
         (images([]), {}, "the train images are none"),
         (images(["a", "b\n"]), {}, "no control characters"),
         (
@@ -369,7 +358,6 @@ def test_a_test_split_that_spells_a_class_differently_is_refused_with_a_hint(nam
         ),
         ((images(["a"]), images([1])), {}, "outside the label space of the train images: '1'"),
         (images([0, 1]), {"increment": 3}, "increment must be from 1 to the number of classes, 2, got 3"),
-        (images([0, 1]), {"increment": 0}, "increment must be .* got 0"),
         (images([0, 1]), {"increment": 1, "init_classes": -1}, "init_classes must be .* got -1"),
         (images([0, 1]), {"class_order": [0, 1, 1]}, "each of the 2 .*; missing: none; repeated .*image: '1'"),
         (
@@ -383,7 +371,6 @@ def test_a_test_split_that_spells_a_class_differently_is_refused_with_a_hint(nam
             "missing: 'a', 'b'; repeated .* image: '0', '1'",
         ),
         (images([0, 0]), {"test_size": 1.0}, r"test_size must be a share between 0 and 1, got 1\.0"),
-        (images([0, 0]), {"test_size": 0.0}, r"test_size must be a share between 0 and 1, got 0\.0"),
         ((images([0]), images([0])), {"test_size": 0.5}, "the dataset has 1 test images; leave out test_size"),
     ],
 )
