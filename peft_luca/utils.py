@@ -108,9 +108,9 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        message = f"cannot write {path}: {reason}. What was finished before is kept: make room or rights, and go on"
-        raise OSError(getattr(error, "errno", None) or errno.EIO, message) from error
+        why = getattr(error, "strerror", None) or str(error)
+        text = f"cannot write {path}: {why}. What was finished before is kept: make room, or make the folder writable"
+        raise OSError(getattr(error, "errno", None) or errno.EIO, text) from error
 
 
 @contextmanager

@@ -105,7 +105,7 @@ class TaskStream:
         test = test.reorder(train.names)
         for argument, value in {"increment": increment, "init_classes": init_classes}.items():
             if value is not None and not 1 <= value <= count:
-                raise ValueError(f"{argument} must be from 1 to the number of classes, {count}, got {value!r}")
+                raise ValueError(f"{argument} must be a whole number from 1 to the {count} classes, got {value!r}")
         step = increment or count
         ends = [*range(init_classes or step, count, step), count]  # where the tasks end, counted in classes
         train_task, test_task = (np.searchsorted(ends, part.codes, side="right") for part in (train, test))

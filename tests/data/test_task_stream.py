@@ -357,7 +357,7 @@ def test_a_test_split_that_spells_a_class_differently_is_refused_with_a_hint(nam
             "'label' of the test images has values outside .*: 'b'",
         ),
         ((images(["a"]), images([1])), {}, "outside the label space of the train images: '1'"),
-        (images([0, 1]), {"increment": 3}, "increment must be from 1 to the number of classes, 2, got 3"),
+        (images([0, 1]), {"increment": 3}, "increment must be a whole number from 1 to the 2 classes, got 3"),
         (images([0, 1]), {"increment": 1, "init_classes": -1}, "init_classes must be .* got -1"),
         (images([0, 1]), {"class_order": [0, 1, 1]}, "each of the 2 .*; missing: none; repeated .*image: '1'"),
         (
