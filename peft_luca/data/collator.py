@@ -52,7 +52,8 @@ class ImageCollator:
             images = [random_crop_and_flip(images[i], *size, self._generator(row)) for i, row in enumerate(rows)]
         batch = {"pixel_values": self.processing_class(images=images, return_tensors="pt", **options)["pixel_values"]}
         if "labels" in rows[0]:
-            labels = [int(row["labels"]) for row in rows]
+            labels = [row["labels"] for row in rows]
+            labels = [label.item() if hasattr(label, "item") else label for label in labels]  # of NumPy or torch
             ids = {label: label for label in labels} if self.label_ids is None else self.label_ids
             if unknown := set(labels) - set(ids):
                 raise ValueError(f"an image has the label {min(unknown)}, but the experts' classes are {sorted(ids)}.")
