@@ -170,7 +170,8 @@ class Router(ABC):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Router) and type(self) is type(other) and self.options == other.options
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return hash((type(self), self.options))
 
     def __repr__(self) -> str:
         options = self.to_dict()["options"]

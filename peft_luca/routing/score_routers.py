@@ -144,6 +144,8 @@ class FunctionRouter(ScoreRouter):
         except (RuntimeError, IndexError):
             pass  # a function may be made for its number of experts or classes
 
+    __hash__ = Router.__hash__
+
     def __eq__(self, other: object) -> bool:
         same = super().__eq__(other) and isinstance(other, FunctionRouter)
         return same and (self.function, self.arguments) == (other.function, other.arguments)  # type: ignore[attr-defined]
