@@ -42,15 +42,8 @@ class PublishingTrainer(Trainer):
     ) -> Any:
         """
         Pushes the trained experts, with their card, to `args.hub_model_id`, by default a repository named as the
-        output folder; see [`push_expert`] and [`push_experts`].
-
-        Args:
-            commit_message (`str`, *optional*, defaults to `"End of training"`): Message of the commit.
-            blocking (`bool`, *optional*, defaults to `True`): Wait for the upload.
-            token (`str`, *optional*): Hub token; `args.hub_token` by default.
-            revision (`str`, *optional*): Branch; `args.hub_revision` by default.
-            private (`bool`, *optional*): Visibility of a new repository; `args.hub_private_repo` by default.
-            kwargs: Arguments of `create_model_card`.
+        output folder. Takes the arguments of [`~transformers.Trainer.push_to_hub`] and `create_model_card`; `token`,
+        `revision` and `private` default to those of `args`.
 
         Returns:
             [`~huggingface_hub.CommitInfo`], or a future of it. `None` on all processes but the first.

@@ -30,15 +30,7 @@ def print_line(args: ContinualTrainingArguments, line: str) -> None:
 
 
 class TaskFeatures:
-    """
-    [CLS] of the images of a stream's tasks. With several processes each computes a part, so all must ask.
-
-    Args:
-        stream ([`TaskStream`]): The stream.
-        args ([`ContinualTrainingArguments`]): Where and how [CLS] is cached.
-        processing_class (`BaseImageProcessor`): The backbone's image processor.
-        channels (`int`): Channels of the images.
-    """
+    """[CLS] of the images of a stream's tasks. With several processes each computes a part, so all must ask."""
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,27 +109,17 @@ def check_arguments(model: Any, args: Any, stream: Any, processing_class: Any, k
         if kwargs.get(name) is not None and kwargs[name] != (None, None):
             raise ValueError(f"{name} cannot be used here: {reason}.")
         kwargs.pop(name, None)
-    if not isinstance(args, ContinualTrainingArguments):
-        raise ValueError(f"args must be ContinualTrainingArguments, got {type(args).__name__}.")
-    if not isinstance(stream, TaskStream):
-        raise ValueError(
-            f"stream must be a TaskStream, got {type(stream).__name__}. Make one with TaskStream.from_dataset."
-        )
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model must be an image classifier or a PeftModel, got {type(model).__name__}. Load it with "
-            "AutoModelForImageClassification.from_pretrained."
-        )
-    if not callable(processing_class):
-        raise ValueError(
-            f"processing_class must be the backbone's image processor, got {type(processing_class).__name__}. "
-            "Load it with AutoImageProcessor.from_pretrained."
-        )
+    kinds: list[tuple[str, Any, Any, str]] = [
+        ("args", args, ContinualTrainingArguments, "ContinualTrainingArguments"),
+        ("stream", stream, TaskStream, "a TaskStream, such as TaskStream.from_dataset(...)"),
+        ("model", model, nn.Module, "an image classifier or a PeftModel"),
+        ("processing_class", processing_class, Callable, "the backbone's image processor"),
+    ]
+    for name, value, kind, needed in kinds:
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be {needed}, got {type(value).__name__}.")
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            "the model's weights are on the meta device, where there are none. Load them with "
-            "AutoModelForImageClassification.from_pretrained, outside of torch.device('meta')."
-        )
+        raise ValueError("the model's weights are on the meta device. Load them outside of torch.device('meta').")
     if args.plots:
         visualization.check_installed()  # now, not when all has been learned
     if args.augmentation:
@@ -150,28 +140,19 @@ def make_template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[Luc
     elif luca_layers(model):
         raise ValueError(
             "this backbone carries the experts of another PeftModel, such as an earlier trainer's, and training would "
-            "overwrite them. Take them off (`trainer.model.unload()`) or load the backbone anew; a run that was "
-            "interrupted goes on after either."
+            "overwrite them. Remove them (`trainer.model.unload()`), or load the backbone again."
         )
     template = LucaConfig() if luca_config is None else luca_config.template()
     if template.classes is not None:
-        raise ValueError(
-            f"luca_config names the classes {template.classes[:5]!r}, but the stream's tasks say which classes each "
-            "expert has. Leave classes out."
-        )
+        raise ValueError("luca_config names classes, but each expert has those of its task. Leave classes out.")
     return template, model
 
 
 def check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments) -> None:
     if isinstance(model, PeftModel) and task.name in tuner_of(model).experts:
-        raise ValueError(
-            f"there is an expert {task.name!r} already, and the task needs one of its own. Delete it, or give "
-            "the task another name."
-        )
+        raise ValueError(f"there is an expert {task.name!r} already. Delete it, or give the task another name.")
     check_expert_name(task.name, model)
     if args.plots and task.name == PLOTS_NAME:
-        raise ValueError(
-            f"a task cannot be called {PLOTS_NAME!r} with plots=True, which writes a folder of that name."
-        )
+        raise ValueError(f"with plots=True no task can be called {PLOTS_NAME!r}, which is the plots' folder.")
     if args.eval_strategy != "no" and task.test is None:
         raise ValueError(f"eval_strategy is {args.eval_strategy!s}, but task {task.name!r} has no test images.")
