@@ -11,7 +11,6 @@ from peft_luca.routing.discriminants import (
     LinearDiscriminant,
     RegularizedDiscriminant,
     RidgeClassifier,
-    make_discriminant,
     sphere_strength,
 )
 from peft_luca.routing.statistics import ClassStatistics, pool, unit_features
@@ -143,7 +142,7 @@ def test_images_that_the_background_explains_better_are_unknown():
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 2, 1, 1, 1), (60, 1, 1, 1, 1)])
 def test_few_images_give_finite_posteriors(kind, sizes):
     x, y = images(sizes=sizes)
-    posterior = make_discriminant(kind, collect(x, y, rank=4, random_features=20)).log_posterior(x.float())
+    posterior = kind.make(collect(x, y, rank=4, random_features=20)).log_posterior(x.float())
     assert posterior.isfinite().all()
     torch.testing.assert_close(posterior.exp().sum(1), torch.ones(len(x)))
     if max(sizes) == 1 and kind is not RidgeClassifier:
@@ -153,7 +152,7 @@ def test_few_images_give_finite_posteriors(kind, sizes):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_posterior_depends_on_its_image_alone(kind, monkeypatch):
     x, y = images(sizes=(30, 9, 14, 2, 1))
-    made = make_discriminant(kind, collect(x, y, rank=4, random_features=20))
+    made = kind.make(collect(x, y, rank=4, random_features=20))
     x = x.float()
     whole = made.log_posterior(x)
     torch.testing.assert_close(torch.cat([made.log_posterior(one[None]) for one in x]), whole, rtol=1e-5, atol=1e-5)
@@ -182,10 +181,10 @@ def test_numbers_of_no_images_are_refused():
         {"factors": tuple(f * torch.nan for f in sound.factors)},
     ):
         with pytest.raises(InvalidExpertError, match="no classifier can be made of the experts' statistics"):
-            make_discriminant(RegularizedDiscriminant, ClassStatistics(**vars(sound) | broken))
+            RegularizedDiscriminant.make(ClassStatistics(**vars(sound) | broken))
     for gram in (sound.gram * torch.nan, sound.gram * 0):
         with pytest.raises(InvalidExpertError, match="or use a router that needs none, such as 'entropy'"):
-            make_discriminant(RidgeClassifier, ClassStatistics(**vars(sound) | {"gram": gram}))
+            RidgeClassifier.make(ClassStatistics(**vars(sound) | {"gram": gram}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -219,7 +218,7 @@ def exportable():
         "s": collect(x[first], y[first]),
         "t": ClassStatistics.collect(x[~first], y[~first], NAMES[:4]),
     }
-    return Posterior(make_discriminant(RegularizedDiscriminant, pool(parts))).eval()
+    return Posterior(RegularizedDiscriminant.make(pool(parts))).eval()
 
 
 BATCH = {0: torch.export.Dim("batch")}

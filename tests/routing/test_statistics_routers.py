@@ -9,7 +9,6 @@ from peft_luca.routing.discriminants import (
     LinearDiscriminant,
     RegularizedDiscriminant,
     RidgeClassifier,
-    make_discriminant,
 )
 from peft_luca.routing.statistics import ClassStatistics, pool, unit_features
 from peft_luca.utils import InvalidExpertError
@@ -50,7 +49,7 @@ def test_the_expert_that_has_the_predicted_class_is_credited(name):
     # Two experts have cats: the one whose own mean is nearer under the pooled covariance.
     pooled = pool(experts.statistics)
     means = torch.stack([experts.statistics["animals"].means[0], experts.statistics["trees"].means[1]])
-    nearer = make_discriminant(LinearDiscriminant, pooled, means=means).scores(unit_features(Z[:12])).argmax(1)
+    nearer = LinearDiscriminant.make(pooled, means=means).scores(unit_features(Z[:12])).argmax(1)
     assert torch.equal(output.expert[:12], 2 * nearer)
     assert len(nearer.unique()) == 2
 
