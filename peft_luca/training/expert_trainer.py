@@ -18,7 +18,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 
 from ..data.collator import ImageCollator
-from ..data.feature_cache import FeatureDataset, FeatureExtractor
+from ..data.feature_cache import FeatureDataset
 from ..hub.publishing import push_expert
 from ..hub.saving import save_expert
 from ..hub.validation import MAX_NUMBER
@@ -29,6 +29,7 @@ from .batches import BatchCollator, EpochBatches, EpochLoader, ExpertProgressCal
 from .figures import Accuracy
 from .publishing import PublishingTrainer
 from .sparsity import soft_threshold
+from .task_features import make_extractor
 
 
 class ExpertModule(nn.Module):
@@ -218,21 +219,11 @@ class ExpertTrainer(PublishingTrainer):
         """[CLS] of the training images without augmentation."""
         if self._features is None:
             data = self.train_dataset
-            self._features = data if isinstance(data, FeatureDataset) else self._extract(data)
+            if not isinstance(data, FeatureDataset):
+                extract = make_extractor(self.tuner, self.image_collator(data), self.args)
+                data = extract(data, description=f"{self.expert}: [CLS] of the training images")
+            self._features = data
         return self._features
-
-    def _extract(self, dataset: Any) -> FeatureDataset:
-        args, dtype = self.args, self.tuner.backbone.dtype
-        extract = FeatureExtractor(
-            lambda pixels: self.tuner.pooled_features(pixels.to(args.device, dtype)),
-            self.image_collator(dataset),
-            args.per_device_eval_batch_size,
-            args.dataloader_num_workers,
-            args.features_dtype,
-            args.on_bad_image,
-            disable_tqdm=args.disable_tqdm,
-        )
-        return extract(dataset, description=f"{self.expert}: [CLS] of the training images")
 
     # ---- data ----------------------------------------------------------------------------------------------------
 

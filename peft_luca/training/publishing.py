@@ -13,12 +13,13 @@ from ..utils import explain_write_errors
 
 
 TASK = "image-classification"
+Names = str | list[str] | None
 
 
 class PublishingTrainer(Trainer):
     """
-    A `Trainer` whose `push_to_hub` and `create_model_card` publish experts, with the experts' card and no pickled
-    files. A subclass defines `_push`, and the one `expert` that it publishes, or the `_results` of its run.
+    Publishes experts, with their card and no pickled files. A subclass defines `_push`, and the one `expert` that it
+    publishes, or the `_results` of its run.
     """
 
     model: Any
@@ -42,14 +43,12 @@ class PublishingTrainer(Trainer):
     ) -> Any:
         """
         Pushes the trained experts, with their card, to `args.hub_model_id`, by default a repository named as the
-        output folder; see [`push_expert`] and [`push_experts`].
+        output folder; see [`push_expert`] and [`push_experts`]. `token`, `revision` (a branch) and `private` are
+        those of `args` by default.
 
         Args:
             commit_message (`str`, *optional*, defaults to `"End of training"`): Message of the commit.
             blocking (`bool`, *optional*, defaults to `True`): Wait for the upload.
-            token (`str`, *optional*): Hub token; `args.hub_token` by default.
-            revision (`str`, *optional*): Branch; `args.hub_revision` by default.
-            private (`bool`, *optional*): Visibility of a new repository; `args.hub_private_repo` by default.
             kwargs: Arguments of `create_model_card`.
 
         Returns:
@@ -77,12 +76,9 @@ class PublishingTrainer(Trainer):
         Writes the card of the experts into the output folder. `push_to_hub` makes its own.
 
         Args:
-            language, license, tags, model_name (`str`, *optional*): Metadata of the card. `tags` may be a list.
-            finetuned_from (`str`, *optional*): Hub id of the backbone; also `base_model`.
-            tasks (`str` or `list[str]`, *optional*): `"image-classification"`, the only task.
-            dataset_tags, dataset (`str` or `list[str]`, *optional*):
-                Hub ids of the training data; also `datasets`. The tags are taken if both are given.
-            dataset_args (`str` or `list[str]`, *optional*): As in `Trainer`; the card has no place for them.
+            language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args:
+                As in [`~transformers.Trainer.create_model_card`]. `base_model` and `datasets` are other names of
+                `finetuned_from` and `dataset`. The card has no place for `dataset_args`.
         """
         card = _card_arguments(*args, **kwargs)
         if self.is_world_process_zero():
@@ -96,15 +92,15 @@ class PublishingTrainer(Trainer):
 def _card_arguments(
     language: str | None = None,
     license: str | None = None,
-    tags: str | list[str] | None = None,
+    tags: Names = None,
     model_name: str | None = None,
     finetuned_from: str | None = None,
-    tasks: str | list[str] | None = None,
-    dataset_tags: str | list[str] | None = None,
-    dataset: str | list[str] | None = None,
-    dataset_args: str | list[str] | None = None,
+    tasks: Names = None,
+    dataset_tags: Names = None,
+    dataset: Names = None,
+    dataset_args: Names = None,
     base_model: str | None = None,
-    datasets: str | list[str] | None = None,
+    datasets: Names = None,
 ) -> dict[str, Any]:
     """The arguments of [`~transformers.Trainer.create_model_card`], as [`CardFacts`] takes them."""
     wrong = [task for task in ([tasks] if isinstance(tasks, str) else tasks or ()) if task != TASK]

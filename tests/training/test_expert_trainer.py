@@ -193,7 +193,7 @@ def test_images_and_their_features_give_the_same_expert(out, negatives):
     images = make_images(CLASSES, 4).rename_column("label", "labels")
     settings = {"negatives": negatives, "learning_rate": 0.01}
     from_images = train(out, None, {"processing_class": make_processor()}, images, **settings)
-    features = from_images._extract(images)
+    features = from_images._plain_features()
     from_features = train(out, data=features, **settings)
     assert distance(from_images, from_features) < 1e-4
     assert from_images.evaluate(images)["eval_loss"] == pytest.approx(
