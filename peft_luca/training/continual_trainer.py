@@ -52,9 +52,6 @@ class ContinualTrainer(StreamEvaluation):
         kwargs:
             Other arguments of [`~transformers.Trainer`], such as `callbacks`, which see every task's training, or
             `compute_loss_func` and `optimizer_cls_and_kwargs`, which are used for every task.
-
-    Raises:
-        ValueError: an argument does not fit. Nothing has been written then.
     """
 
     def __init__(
@@ -115,16 +112,11 @@ class ContinualTrainer(StreamEvaluation):
 
         Returns:
             [`~transformers.trainer_utils.TrainOutput`]: Steps, mean loss, and the numbers among the run's figures.
-
-        Raises:
-            ValueError: the folder holds a run of another stream or of other settings.
-            RuntimeError: another run uses the folder.
-            FloatingPointError: a loss or a weight is not a finite number.
         """
         if isinstance(resume_from_checkpoint, str):
             raise ValueError(
-                f"a stream is resumed from args.output_dir ({self.args.output_dir}), task by task, not from "
-                f"the checkpoint {resume_from_checkpoint!r}. Call train() with the same output_dir."
+                "a stream is resumed from args.output_dir, task by task, not from a checkpoint. Leave out "
+                "resume_from_checkpoint."
             )
         with self.folder.lock():
             self._resume(refuse=resume_from_checkpoint is False)
@@ -147,18 +139,11 @@ class ContinualTrainer(StreamEvaluation):
 
     def train_task(self, task: Task | DatasetLike, name: str | None = None) -> TrainOutput:
         """
-        Learns one more task.
+        Learns one more task, and returns what its [`ExpertTrainer`] does.
 
         Args:
             task ([`Task`] or dataset): A task of the stream, or a dataset, which is appended to the stream.
             name (`str`, *optional*): The new task's name, for a dataset.
-
-        Returns:
-            [`~transformers.trainer_utils.TrainOutput`]: That of the task's [`ExpertTrainer`].
-
-        Raises:
-            ValueError: the task has been learned, or the model has an expert of its name.
-            RuntimeError, FloatingPointError: see [`~ContinualTrainer.train`].
         """
         with self.folder.lock():
             self._resume()
@@ -175,13 +160,12 @@ class ContinualTrainer(StreamEvaluation):
     def _train_task(self, task: Task) -> TrainOutput:
         if not any(task is known for known in self.stream):
             raise ValueError(
-                f"the task {task.name!r} is not of the trainer's stream, so its labels mean nothing here. Pass its "
-                "dataset, which is then appended, or make the trainer with its stream."
+                f"the task {task.name!r} is not of the trainer's stream. Pass its dataset, or make the trainer with "
+                "its stream."
             )
         if task.name in self._learned and task.name not in self.tuner.experts:
             raise ValueError(
-                f"the task {task.name!r} was learned and its expert deleted. To learn it again pass its dataset under "
-                "another name."
+                f"the expert of task {task.name!r} was deleted. Pass the task's dataset, with another name."
             )
         check_task(task, self.model, self.args)
         started = time.perf_counter()
@@ -208,8 +192,7 @@ class ContinualTrainer(StreamEvaluation):
             if isinstance(error, KeyboardInterrupt) and self.is_world_process_zero():
                 logger.warning(
                     f"Interrupted: {len(self._records)} of {len(self.stream)} tasks are finished, and kept in "
-                    f"{self.args.output_dir}. To go on, call train() again, or start again with the same output_dir "
-                    "and the backbone loaded anew."
+                    f"{self.args.output_dir}. To go on, call train() again, or start anew with the same output_dir."
                 )
             if task.name not in self._learned:
                 self._drop_expert(task)
@@ -268,12 +251,6 @@ class ContinualTrainer(StreamEvaluation):
         """
         Deletes a task's expert, in the model and in `args.output_dir`. Its task is not measured any more: its column
         of the accuracy matrix ends, and the last row is measured again with the remaining experts.
-
-        Args:
-            adapter_name (`str`): The task.
-
-        Raises:
-            ValueError: there is no such expert, or it is the only one.
         """
         with self.folder.lock():
             self._resume()

@@ -60,13 +60,8 @@ class StreamEvaluation(PublishingTrainer):
             if eval_dataset not in tests:
                 raise ValueError(f"there is no task {eval_dataset!r} with test images, only {', '.join(tests)}.")
             eval_dataset = tests[eval_dataset]
-        columns = getattr(eval_dataset, "column_names", None)
-        if columns is not None and "labels" not in columns:
-            raise ValueError(
-                f"eval_dataset has the columns {columns}, but needs its global labels in a column "
-                "'labels': stream.classes.index(name) of each image's class."
-            )
         if eval_dataset is not None:
+            _check_column(eval_dataset, "labels", "global labels, stream.classes.index(name) of each image's class,")
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         if not self._records:
             raise ValueError("there is nothing to evaluate: no task has been learned. Call train() first.")
@@ -86,15 +81,8 @@ class StreamEvaluation(PublishingTrainer):
 
     def features(self, task: Task, split: str) -> FeatureDataset:
         """
-        [CLS] of a task's images with the stream's global labels, computed once and kept in `args.features_cache_dir`.
-        With several processes each computes a part, so all must call it.
-
-        Args:
-            task ([`Task`]): A task of the stream.
-            split (`str`): `"train"` or `"test"`.
-
-        Returns:
-            [`FeatureDataset`]: `features` (images, d), in `args.features_dtype`, `labels` (images,), on the CPU.
+        [CLS] `(images, d)` and global labels `(images,)` of a task's `"train"` or `"test"` images, on the CPU,
+        computed once and kept in `args.features_cache_dir`. With several processes all must call it.
         """
         return self._task_features.get(self.tuner, task, split)
 
@@ -111,10 +99,7 @@ class StreamEvaluation(PublishingTrainer):
     def save_plots(self) -> list[Path]:
         """
         Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
-        the run logs to it. With several processes all must call it.
-
-        Returns:
-            `list[Path]`: The files; none on all processes but the first.
+        the run logs to it. Returns the files. With several processes all must call it.
         """
         tests = self._tests(list(self.tuner.experts))
         images = {
@@ -133,7 +118,7 @@ class StreamEvaluation(PublishingTrainer):
         return files
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """As [`~transformers.Trainer.log_metrics`]; lists and figures that were not measured are left out."""
+        """Trainer's, without lists and without figures that were not measured."""
         super().log_metrics(split, numbers(metrics))
 
     def _tests(self, names: list[str]) -> dict[str, FeatureDataset]:
@@ -148,8 +133,8 @@ class StreamEvaluation(PublishingTrainer):
         tests, measured = self._tests(names), None
         self.model.eval()
         if self.is_world_process_zero():
-            whole = self.args.routing_scope == "batch"
-            measured = measure_stage(self.tuner, names, tests, self.args.device, whole)
+            by_batch = self.args.routing_scope == "batch"
+            measured = measure_stage(self.tuner, names, tests, self.args.device, by_batch)
         (measured,) = broadcast_object_list([measured])
         return measured
 
@@ -166,15 +151,18 @@ class StreamEvaluation(PublishingTrainer):
 
     def _undecoded(self, dataset: Any) -> Any:
         """Images that our own collator decodes, unless the dataset has a transform of its own."""
-        column, columns = self.stream.image_column, getattr(dataset, "column_names", None)
-        if columns is not None and column not in columns:
-            raise ValueError(f"the dataset has the columns {columns}, but needs its images in a column {column!r}.")
+        column = self.stream.image_column
+        _check_column(dataset, column, "images")
         transformed = isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
         return dataset if transformed else undecoded(dataset, column)
 
     def _sync_labels(self) -> None:
         """Images that are evaluated have the stream's labels, the model's logits the order of its experts."""
         places = {name: i for i, name in enumerate(self.tuner.classes)}
-        self.data_collator.label_ids = {
-            i: places[name] for i, name in enumerate(self.stream.classes) if name in places
-        }
+        self.data_collator.label_ids = {i: places[c] for i, c in enumerate(self.stream.classes) if c in places}
+
+
+def _check_column(dataset: Any, column: str, content: str) -> None:
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None and column not in columns:
+        raise ValueError(f"the dataset has the columns {columns}, but needs its {content} in a column {column!r}.")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from peft import PeftModel
@@ -22,6 +21,7 @@ from ..tuner.config import LucaConfig
 from ..tuner.head import check_expert_name
 from ..tuner.layer import luca_layers
 from ..tuner.model import tuner_of
+from ..utils import list_names
 from .arguments import ContinualTrainingArguments
 from .evaluation import StreamEvaluation
 from .expert_trainer import ExpertTrainer
@@ -32,13 +32,11 @@ logger = logging.get_logger(__name__)
 
 # Arguments of Trainer that have no meaning for a stream, with the reason.
 REFUSED = {
-    "train_dataset": "the tasks of the stream are trained on. Pass a stream",
+    "train_dataset": "the tasks of the stream are trained on",
     "eval_dataset": "the test images of the tasks are evaluated. Pass other images to evaluate()",
-    "data_collator": "[CLS] is cached as the image processor makes it, and predictions are made the same way. Put "
-    "your preprocessing into processing_class, or train each expert with an ExpertTrainer",
+    "data_collator": "[CLS] is cached as processing_class makes it. Put your preprocessing there",
     "optimizers": "the parameters of later tasks do not exist yet. Use optimizer_cls_and_kwargs=(class, {...})",
-    "model_init": "a run has one output_dir, and trials of a hyperparameter search need one each. Make a trainer for "
-    "each trial",
+    "model_init": "a run has one output_dir, and each trial of a search needs its own. Make a trainer for each trial",
 }
 
 
@@ -77,23 +75,20 @@ class TaskTrainer(ExpertTrainer):
         """The run has placed it. From "cpu" to "cpu:0" torch copies the backbone, and its facts are computed again."""
 
     def image_collator(self, dataset: Any, augmentation: bool = False) -> ImageCollator:
-        ids = {i: own for i, own in enumerate(self.run._task_features.own_labels(self.task).tolist()) if own >= 0}
+        stream = self.run.stream
+        own_ids = {stream.classes.index(name): i for i, name in enumerate(self.task.classes)}
+        channels = channels_of(self.model)
         return ImageCollator(
-            self.processing_class, self.run.stream.image_column, ids, augmentation, channels=channels_of(self.model)
+            self.processing_class, stream.image_column, own_ids, augmentation, channels=channels
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # a curve for each task, beside the one of the run
             logs[f"{self.task.name}/loss"] = logs["loss"]
-        with self._steps_of_the_run():
-            super().log(logs, start_time)
-
-    @contextmanager
-    def _steps_of_the_run(self) -> Iterator[None]:
         own = self.state.global_step
         self.state.global_step += self.run.state.global_step
         try:
-            yield
+            super().log(logs, start_time)
         finally:
             self.state.global_step = own
 
@@ -109,27 +104,15 @@ def check_arguments(model: Any, args: Any, stream: Any, processing_class: Any, k
         if kwargs.get(name) is not None and kwargs[name] != (None, None):
             raise ValueError(f"{name} cannot be used here: {reason}.")
         kwargs.pop(name, None)
-    if not isinstance(args, ContinualTrainingArguments):
-        raise ValueError(f"args must be ContinualTrainingArguments, got {type(args).__name__}.")
-    if not isinstance(stream, TaskStream):
-        raise ValueError(
-            f"stream must be a TaskStream, got {type(stream).__name__}. Make one with TaskStream.from_dataset."
-        )
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model must be an image classifier or a PeftModel, got {type(model).__name__}. Load it with "
-            "AutoModelForImageClassification.from_pretrained."
-        )
-    if not callable(processing_class):
-        raise ValueError(
-            f"processing_class must be the backbone's image processor, got {type(processing_class).__name__}. "
-            "Load it with AutoImageProcessor.from_pretrained."
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            "the model's weights are on the meta device, where there are none. Load them with "
-            "AutoModelForImageClassification.from_pretrained, outside of torch.device('meta')."
-        )
+    needed: dict[str, tuple[Any, Any, str]] = {
+        "args": (args, ContinualTrainingArguments, "ContinualTrainingArguments"),
+        "stream": (stream, TaskStream, "a TaskStream, as TaskStream.from_dataset makes it"),
+        "model": (model, nn.Module, "an image classifier or a PeftModel"),
+        "processing_class": (processing_class, Callable, "the backbone's image processor"),
+    }
+    for name, (value, kind, what) in needed.items():
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be {what}, got {type(value).__name__}.")
     if args.plots:
         visualization.check_installed()  # now, not when all has been learned
     if args.augmentation:
@@ -149,14 +132,13 @@ def make_template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[Luc
             model = tuner.unload()
     elif luca_layers(model):
         raise ValueError(
-            "this backbone carries the experts of another PeftModel, such as an earlier trainer's, and training would "
-            "overwrite them. Take them off (`trainer.model.unload()`) or load the backbone anew; a run that was "
-            "interrupted goes on after either."
+            "this backbone carries the experts of another PeftModel, and training would overwrite them. Take them off "
+            "(`trainer.model.unload()`) or load the backbone anew; an interrupted run goes on after either."
         )
     template = LucaConfig() if luca_config is None else luca_config.template()
     if template.classes is not None:
         raise ValueError(
-            f"luca_config names the classes {template.classes[:5]!r}, but the stream's tasks say which classes each "
+            f"luca_config names the classes {list_names(template.classes)}, but the tasks say which classes each "
             "expert has. Leave classes out."
         )
     return template, model
@@ -164,14 +146,9 @@ def make_template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[Luc
 
 def check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments) -> None:
     if isinstance(model, PeftModel) and task.name in tuner_of(model).experts:
-        raise ValueError(
-            f"there is an expert {task.name!r} already, and the task needs one of its own. Delete it, or give "
-            "the task another name."
-        )
+        raise ValueError(f"there is an expert {task.name!r} already. Delete it, or give the task another name.")
     check_expert_name(task.name, model)
     if args.plots and task.name == PLOTS_NAME:
-        raise ValueError(
-            f"a task cannot be called {PLOTS_NAME!r} with plots=True, which writes a folder of that name."
-        )
+        raise ValueError(f"a task cannot be called {PLOTS_NAME!r} with plots=True, which writes such a folder.")
     if args.eval_strategy != "no" and task.test is None:
         raise ValueError(f"eval_strategy is {args.eval_strategy!s}, but task {task.name!r} has no test images.")
