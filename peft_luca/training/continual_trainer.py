@@ -77,19 +77,11 @@ class ContinualTrainer(StreamEvaluation):
         check_processor(processing_class, model)
         self._task_arguments = {"compute_metrics": Accuracy(), **kwargs}
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
-        super().__init__(
-            model=model,
-            args=args,
-            processing_class=processing_class,
-            data_collator=collator,
-            eval_dataset=[],
-            **self._task_arguments,
-        )
+        super().__init__(model, args, collator, None, [], processing_class, **self._task_arguments)
         self._task_arguments.pop("callbacks", None)  # tasks share the handler's
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ExpertProgressCallback)
-        self.stream = stream
-        self.luca_config = template
+        self.stream, self.luca_config = stream, template
         self.folder = RunFolder(self.args.output_dir, args.should_save)
         self._task_features = TaskFeatures(stream, args, processing_class, collator.channels)
         self._records: list[Record] = []  # one per learned task, as results.json has them
@@ -98,10 +90,7 @@ class ContinualTrainer(StreamEvaluation):
     # ---- the stream ----------------------------------------------------------------------------------------------
 
     def train(
-        self,
-        resume_from_checkpoint: bool | str | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
+        self, resume_from_checkpoint: bool | str | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
         """
         Learns every task of the stream that has not been learned. Tasks that an earlier run finished in
@@ -114,10 +103,7 @@ class ContinualTrainer(StreamEvaluation):
             [`~transformers.trainer_utils.TrainOutput`]: Steps, mean loss, and the numbers among the run's figures.
         """
         if isinstance(resume_from_checkpoint, str):
-            raise ValueError(
-                "a stream is resumed from args.output_dir, task by task, not from a checkpoint. Leave out "
-                "resume_from_checkpoint."
-            )
+            raise ValueError(f"a stream is resumed from args.output_dir, not from {resume_from_checkpoint!r}.")
         with self.folder.lock():
             self._resume(refuse=resume_from_checkpoint is False)
             learned = self._learned
@@ -129,12 +115,8 @@ class ContinualTrainer(StreamEvaluation):
         steps = sum(output.global_step for output in outputs)
         loss = sum(output.training_loss * output.global_step for output in outputs) / max(steps, 1)
         seconds = sum(output.metrics["train_runtime"] for output in outputs)
-        metrics = {
-            "train_runtime": seconds,
-            "train_steps_per_second": round(steps / seconds, 3) if seconds else 0.0,
-            "total_flos": self.state.total_flos,
-            "train_loss": loss,
-        }
+        metrics = {"train_runtime": seconds, "total_flos": self.state.total_flos, "train_loss": loss}
+        metrics["train_steps_per_second"] = round(steps / seconds, 3) if seconds else 0.0
         return TrainOutput(steps, loss, metrics | numbers(self._figures()))
 
     def train_task(self, task: Task | DatasetLike, name: str | None = None) -> TrainOutput:
@@ -165,16 +147,13 @@ class ContinualTrainer(StreamEvaluation):
             )
         if task.name in self._learned and task.name not in self.tuner.experts:
             raise ValueError(
-                f"the expert of task {task.name!r} was deleted. Pass the task's dataset, with another name."
+                f"the task {task.name!r} was learned and its expert deleted. Pass its dataset under another name."
             )
         check_task(task, self.model, self.args)
         started = time.perf_counter()
         try:
             self._add_expert(task)
-            for split in ("train", "test"):  # an image that cannot be read stops the task before it is trained
-                if split == "train" or task.test is not None:
-                    self.features(task, split)
-            self._task_features.check_classes(self.tuner, task)
+            self._task_features.check(self.tuner, task)
             trainer = TaskTrainer(self, task)
             try:
                 output = trainer.train()
@@ -284,8 +263,8 @@ class ContinualTrainer(StreamEvaluation):
         self.state.global_step = sum(record["steps"] for record in records)
         self._set_router()
         self._sync_labels()
-        count = pluralize(len(self.stream), "task")
-        print_line(self.args, f"resuming after {len(records)} of {count} found in {self.folder.path}")
+        found = f"{len(records)} of {pluralize(len(self.stream), 'task')} found in {self.folder.path}"
+        print_line(self.args, f"resuming after {found}")
 
     def _set_model(self, model: nn.Module) -> None:
         self.model = self.model_wrapped = self.callback_handler.model = model
@@ -309,17 +288,16 @@ class ContinualTrainer(StreamEvaluation):
         return push_experts(
             self.model,
             repo_id,
-            blocking=blocking,
             processing_class=self.processing_class,
             results=self._results(),
+            blocking=blocking,
             **kwargs,
         )
 
     def _push_learned(self) -> None:
         """Pushes in the background, unless an earlier push is still running: the next one carries this task too."""
-        if not self.args.push_to_hub or self.args.hub_strategy != HubStrategy.EVERY_SAVE:
-            return
-        if self._pushing is not None and not self._pushing.done():
+        is_busy = self._pushing is not None and not self._pushing.done()
+        if is_busy or not self.args.push_to_hub or self.args.hub_strategy != HubStrategy.EVERY_SAVE:
             return
         error = None if self._pushing is None else self._pushing.exception()
         try:

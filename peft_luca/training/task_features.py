@@ -87,9 +87,11 @@ class TaskFeatures:
         """Global id in the stream → the id of the task's own expert; -1 for a class that it lacks."""
         return torch.tensor([task.classes.index(c) if c in task.classes else -1 for c in self.stream.classes])
 
-    def check_classes(self, tuner: LucaModel, task: Task) -> None:
-        """Raises if none of the images of a class could be read."""
+    def check(self, tuner: LucaModel, task: Task) -> None:
+        """Raises before a task is trained if an image, or with `on_bad_image="skip"` a whole class, is unreadable."""
         train = self.get_own(tuner, task, "train")
+        if task.test is not None:
+            self.get(tuner, task, "test")
         readable = set(train.labels.tolist())
         missing = [name for i, name in enumerate(task.classes) if i not in readable]
         if missing:

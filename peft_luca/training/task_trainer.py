@@ -78,9 +78,7 @@ class TaskTrainer(ExpertTrainer):
         stream = self.run.stream
         own_ids = {stream.classes.index(name): i for i, name in enumerate(self.task.classes)}
         channels = channels_of(self.model)
-        return ImageCollator(
-            self.processing_class, stream.image_column, own_ids, augmentation, channels=channels
-        )
+        return ImageCollator(self.processing_class, stream.image_column, own_ids, augmentation, channels=channels)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # a curve for each task, beside the one of the run
