@@ -285,14 +285,8 @@ class ContinualTrainer(StreamEvaluation):
     def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
         if self._pushing is not None:
             self._pushing.exception()  # wait; this push carries all that an earlier one did
-        return push_experts(
-            self.model,
-            repo_id,
-            processing_class=self.processing_class,
-            results=self._results(),
-            blocking=blocking,
-            **kwargs,
-        )
+        kwargs |= {"processing_class": self.processing_class, "results": self._results()}
+        return push_experts(self.model, repo_id, blocking=blocking, **kwargs)
 
     def _push_learned(self) -> None:
         """Pushes in the background, unless an earlier push is still running: the next one carries this task too."""

@@ -345,9 +345,9 @@ def test_sampling_in_order(out):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"model_init": make_expert}, "model_init makes a model for each train"),
+        ({"model_init": make_expert}, "model_init cannot be used here"),
         ({"expert": "absent"}, "Adapter absent not found"),
-        ({"model": None}, "model must be a PeftModel with the expert, got None"),
+        ({"model": None}, "needs a PeftModel with LuCA experts, got NoneType"),
         ({"model": make_vit()}, "needs a PeftModel with LuCA experts"),
         ({"args": object()}, "args must be ContinualTrainingArguments, got object"),
     ],
