@@ -87,8 +87,6 @@ class ContinualTrainer(StreamEvaluation):
         self._records: list[Record] = []  # one per learned task, as results.json has them
         self._pushing: Future[Any] | None = None  # to the Hub, in the background
 
-    # ---- the stream ----------------------------------------------------------------------------------------------
-
     def train(
         self, resume_from_checkpoint: bool | str | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
@@ -158,14 +156,13 @@ class ContinualTrainer(StreamEvaluation):
             try:
                 output = trainer.train()
             finally:
-                self.state.log_history += [
-                    dict[str, Any](entry, task=task.name) for entry in trainer.state.log_history
-                ]
+                logs = trainer.state.log_history
+                self.state.log_history += [dict[str, Any](entry, task=task.name) for entry in logs]
             self.state.global_step += trainer.state.global_step
             self.state.max_steps += trainer.state.max_steps
             self.state.total_flos += trainer.state.total_flos
             self.tuner.set_requires_grad(task.name, False)
-            self._set_router()
+            self._follow_experts()
             self._finish(task, output, time.perf_counter() - started)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self.is_world_process_zero():
@@ -210,7 +207,6 @@ class ContinualTrainer(StreamEvaluation):
         except BaseException:
             self._records.pop()  # a task is learned once it is on the disk
             raise
-        self._sync_labels()
         self._push_learned()
         line = task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes))
         print_line(self.args, line)
@@ -224,7 +220,7 @@ class ContinualTrainer(StreamEvaluation):
             self._set_model(self.tuner.unload())
         else:
             self.model.delete_adapter(task.name)
-            self._set_router()
+            self._follow_experts()
 
     def delete_adapter(self, adapter_name: str) -> None:
         """
@@ -236,13 +232,10 @@ class ContinualTrainer(StreamEvaluation):
             if not isinstance(self.model, PeftModel) or adapter_name not in self.tuner.experts:
                 raise ValueError(f"there is no expert {adapter_name!r} to delete.")
             self.model.delete_adapter(adapter_name)
-            self._set_router()
-            self._sync_labels()
+            self._follow_experts()
             if adapter_name in self._learned:
                 self._records[-1].update(self._measure(self._records))
                 self.folder.delete_expert(adapter_name, self.results())
-
-    # ---- resuming and saving -------------------------------------------------------------------------------------
 
     @property
     def _learned(self) -> set[str]:
@@ -261,16 +254,18 @@ class ContinualTrainer(StreamEvaluation):
             self._set_model(load_experts(self.model, sources))
         self._records = records
         self.state.global_step = sum(record["steps"] for record in records)
-        self._set_router()
-        self._sync_labels()
+        self._follow_experts()
         found = f"{len(records)} of {pluralize(len(self.stream), 'task')} found in {self.folder.path}"
         print_line(self.args, f"resuming after {found}")
 
     def _set_model(self, model: nn.Module) -> None:
         self.model = self.model_wrapped = self.callback_handler.model = model
 
-    def _set_router(self) -> None:
+    def _follow_experts(self) -> None:
+        """The run's router takes the experts there are; images to evaluate get their labels from the stream's."""
         self.tuner.set_router(self.args.make_router())
+        places = {name: i for i, name in enumerate(self.tuner.classes)}
+        self.data_collator.label_ids = {i: places[c] for i, c in enumerate(self.stream.classes) if c in places}
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # A collection of experts: safetensors and JSON only, no pickled arguments as Trainer writes them.

@@ -71,8 +71,7 @@ class StreamEvaluation(PublishingTrainer):
             # Earlier stages were measured with another router and cannot be compared with this one.
             unknown = [[None] * len(self._records)] * (len(self._records) - 1)
             figures["accuracy_matrix"] = [*unknown, last["accuracy"]]
-            for name in COMPARING_STAGES:
-                figures.pop(name, None)
+            figures = {name: value for name, value in figures.items() if name not in COMPARING_STAGES}
         matrix = figures.pop("accuracy_matrix")
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self.log(numbers(metrics))
@@ -123,9 +122,9 @@ class StreamEvaluation(PublishingTrainer):
 
     def _tests(self, names: list[str]) -> dict[str, FeatureDataset]:
         """Task → [CLS] of its test images, with its expert's own labels. Every process computes a part."""
-        tasks = [task for task in self.stream if task.name in names and task.name in self.tuner.experts]
-        get = self._task_features.get_own
-        return {task.name: get(self.tuner, task, "test") for task in tasks if task.test is not None}
+        names = [name for name in names if name in self.tuner.experts]
+        tasks = [task for task in self.stream if task.name in names and task.test is not None]
+        return {task.name: self._task_features.get_own(self.tuner, task, "test") for task in tasks}
 
     def _measure(self, records: list[Record]) -> Measured:
         """What a stage reaches, computed by one process for all."""
@@ -140,8 +139,8 @@ class StreamEvaluation(PublishingTrainer):
 
     def _figures(self, last: Measured | None = None) -> dict[str, Any]:
         """All figures of the run, whose last row may be measured again."""
-        shared = bool(self._records) and sum(map(len, self.tuner.experts.values())) > len(self.tuner.classes)
-        return run_figures(self._records, last, shared)
+        share_classes = bool(self._records) and sum(map(len, self.tuner.experts.values())) > len(self.tuner.classes)
+        return run_figures(self._records, last, share_classes)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         return super().get_eval_dataloader(self._undecoded(eval_dataset))
@@ -155,11 +154,6 @@ class StreamEvaluation(PublishingTrainer):
         _check_column(dataset, column, "images")
         transformed = isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
         return dataset if transformed else undecoded(dataset, column)
-
-    def _sync_labels(self) -> None:
-        """Images that are evaluated have the stream's labels, the model's logits the order of its experts."""
-        places = {name: i for i, name in enumerate(self.tuner.classes)}
-        self.data_collator.label_ids = {i: places[c] for i, c in enumerate(self.stream.classes) if c in places}
 
 
 def _check_column(dataset: Any, column: str, content: str) -> None:

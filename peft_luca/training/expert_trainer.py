@@ -132,13 +132,11 @@ class ExpertTrainer(PublishingTrainer):
         self.new_expert, self._features = new_expert, features
         self._module: Any = None
         self._loss_parts: dict[str, Tensor] = {}
-        self._loss_steps = 0.0
-        self._has_proximal_step = False
+        self._loss_steps, self._has_proximal_step = 0.0, False
         kwargs.setdefault("compute_metrics", Accuracy())
         collator = kwargs.pop("data_collator", None)
         super().__init__(model, args, collator, train_dataset, eval_dataset, processing_class, **kwargs)
-        # ExpertModule divides its loss by num_items_in_batch.
-        self.model_accepts_loss_kwargs = True
+        self.model_accepts_loss_kwargs = True  # ExpertModule divides its loss by num_items_in_batch
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ExpertProgressCallback)
         self._set_collators(collator)
@@ -153,9 +151,13 @@ class ExpertTrainer(PublishingTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains the expert. Takes and returns what [`~transformers.Trainer.train`] does."""
-        if self.new_expert:
-            self._prepare_expert()
-            self.new_expert = False
+        config = self.tuner.peft_config[self.expert]
+        if self.new_expert and (config.reference or self.tuner.backbone.image_size is not None):
+            # An expert that does not standardize by it has it as well: it identifies the backbone.
+            self.tuner.compute_reference(self.expert)
+        if self.new_expert and config.init_rows == "class_means":
+            self._set_rows_to_class_means(adapted=False)
+        self.new_expert = False
         seed = enable_full_determinism if self.args.full_determinism else set_seed
         seed(self.args.seed)
         self.model.train()
@@ -172,14 +174,6 @@ class ExpertTrainer(PublishingTrainer):
                 self._refuse_numbers(f"{name} holds numbers that are not finite, or above {MAX_NUMBER:g}", 0)
         return output
 
-    def _prepare_expert(self) -> None:
-        config = self.tuner.peft_config[self.expert]
-        if config.reference or self.tuner.backbone.image_size is not None:
-            # An expert that does not standardize by it has it as well: it identifies the backbone.
-            self.tuner.compute_reference(self.expert)
-        if config.init_rows == "class_means":
-            self._set_rows_to_class_means(adapted=False)
-
     def _set_rows_to_class_means(self, adapted: bool) -> None:
         data = self._plain_features()
         self.tuner.set_rows_to_class_means(self.expert, data.features, data.labels.to(self.args.device), adapted)
@@ -194,16 +188,13 @@ class ExpertTrainer(PublishingTrainer):
             self._features = data
         return self._features
 
-    # ---- data ----------------------------------------------------------------------------------------------------
-
     def _set_collators(self, given: Any) -> None:
         """Collators of training and of evaluation, which differ by the augmentation."""
         evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
-        images = [data for data in (self.train_dataset, *evaluated.values()) if _is_images(data)]
+        images = list(filter(_is_images, (self.train_dataset, *evaluated.values())))
         if given is not None and images and self.args.augmentation:
             raise ValueError(
-                "augmentation=True is done by the default data_collator, and yours would take its place. Set "
-                "augmentation=False, and augment in your data_collator."
+                "augmentation=True is done by the default data_collator. Set it to False, or do it in yours."
             )
         self.data_collator = self._train_collator = BatchCollator(given)
         if given is not None or not images:
@@ -235,8 +226,7 @@ class ExpertTrainer(PublishingTrainer):
         return ImageCollator(self.processing_class, columns[0], augmentation=augmentation, channels=channels)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        args: Any = self.args
-        dataset: Any = self.train_dataset
+        args, dataset = self.args, self.train_dataset
         if args.train_sampling_strategy != "random" or dataset is None or not has_length(dataset):
             return super().get_train_dataloader()
         processes = self.accelerator.num_processes
@@ -266,8 +256,6 @@ class ExpertTrainer(PublishingTrainer):
             labels = inputs["labels"]
             inputs["labels"] = torch.where(labels < 0, labels, self._all_classes_ids[labels.clamp(min=0)])
         return inputs
-
-    # ---- the loss and its steps ----------------------------------------------------------------------------------
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self._module is None:
@@ -347,8 +335,6 @@ class ExpertTrainer(PublishingTrainer):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    # ---- logging, evaluating and saving --------------------------------------------------------------------------
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._loss_steps:
             parts = {name: self.accelerator.reduce(part, "mean") for name, part in self._loss_parts.items()}
@@ -383,12 +369,8 @@ def _is_images(dataset: Any) -> bool:
 def _activate(model: Any, expert: str | None) -> str:
     """Makes an expert the active one, and returns its name."""
     tuner = tuner_of(model)
-    if expert is None:
-        expert = str(tuner.active_adapters[0])
-        if tuner.router is not None or not any(parameter.requires_grad for parameter in tuner.parameters()):
-            raise ValueError(
-                f"no expert of the model is active and trainable. Pass expert=, one of {', '.join(tuner.experts)}."
-            )
-    else:
+    if expert is not None:
         model.set_adapter(expert)
-    return expert
+    elif tuner.router is not None or not any(parameter.requires_grad for parameter in tuner.parameters()):
+        raise ValueError(f"no expert is active and trainable. Pass expert=, one of {', '.join(tuner.experts)}.")
+    return str(tuner.active_adapters[0])

@@ -362,7 +362,7 @@ def test_what_cannot_be_used_is_refused_by_name(out, given, message):
 def test_a_routed_model_has_no_active_expert_to_train(out):
     model = make_expert()
     model.set_router("entropy")
-    with pytest.raises(ValueError, match=r"no expert of the model is active and trainable\. Pass expert=, one of new"):
+    with pytest.raises(ValueError, match=r"no expert is active and trainable\. Pass expert=, one of new"):
         train(out, model)
 
 
