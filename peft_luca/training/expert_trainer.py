@@ -29,7 +29,7 @@ from .batches import BatchCollator, EpochBatches, EpochLoader, ExpertProgressCal
 from .figures import Accuracy
 from .publishing import PublishingTrainer
 from .sparsity import soft_threshold
-from .task_features import make_extractor
+from .task_features import loader_options, make_extractor
 
 
 class ExpertModule(nn.Module):
@@ -243,11 +243,9 @@ class ExpertTrainer(PublishingTrainer):
             batch_sampler=EpochBatches(len(dataset), whole_batch, seed, *parts),
             collate_fn=self._train_collator,
             num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+            **loader_options(args),
         )
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -44,12 +44,7 @@ class PublishingTrainer(Trainer):
         """
         Pushes the trained experts, with their card, to `args.hub_model_id`, by default a repository named as the
         output folder; see [`push_expert`] and [`push_experts`]. `token`, `revision` (a branch) and `private` are
-        those of `args` by default.
-
-        Args:
-            commit_message (`str`, *optional*, defaults to `"End of training"`): Message of the commit.
-            blocking (`bool`, *optional*, defaults to `True`): Wait for the upload.
-            kwargs: Arguments of `create_model_card`.
+        those of `args` by default. `kwargs` are arguments of `create_model_card`.
 
         Returns:
             [`~huggingface_hub.CommitInfo`], or a future of it. `None` on all processes but the first.
@@ -73,12 +68,8 @@ class PublishingTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """
-        Writes the card of the experts into the output folder. `push_to_hub` makes its own.
-
-        Args:
-            language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args:
-                As in [`~transformers.Trainer.create_model_card`]. `base_model` and `datasets` are other names of
-                `finetuned_from` and `dataset`. The card has no place for `dataset_args`.
+        Writes the card of the experts into the output folder. Takes what [`~transformers.Trainer.create_model_card`]
+        does; `base_model` and `datasets` are other names of `finetuned_from` and `dataset`.
         """
         card = _card_arguments(*args, **kwargs)
         if self.is_world_process_zero():

@@ -41,12 +41,14 @@ def make_extractor(tuner: LucaModel, collator: ImageCollator, args: Any, writes:
         args.on_bad_image,
         writes,
         args.disable_tqdm,
-        {
-            "pin_memory": args.dataloader_pin_memory,
-            "multiprocessing_context": args.dataloader_multiprocessing_context,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-        },
+        loader_options(args),
     )
+
+
+def loader_options(args: Any) -> dict[str, Any]:
+    """The arguments of a DataLoader that have no influence on its batches."""
+    names = ("pin_memory", "multiprocessing_context", "prefetch_factor")
+    return {name: getattr(args, f"dataloader_{name}") for name in names}
 
 
 class TaskFeatures:
@@ -78,9 +80,7 @@ class TaskFeatures:
     def images(self, tuner: LucaModel, task: Task, split: str) -> Any:
         """A task's images, undecoded, without the unreadable ones that are to be skipped."""
         dataset: Any = undecoded(task.train if split == "train" else task.test, self.stream.image_column)
-        if self.args.on_bad_image == "raise":
-            return dataset
-        skipped = self.get(tuner, task, split).skipped
+        skipped = self.get(tuner, task, split).skipped if self.args.on_bad_image == "skip" else ()
         return dataset.select(np.delete(np.arange(len(dataset)), skipped)) if skipped else dataset
 
     def own_labels(self, task: Task) -> Tensor:
@@ -106,9 +106,9 @@ class TaskFeatures:
 
     def forget(self, task: Task) -> None:
         """Forgets what is in memory: another task may come under the name."""
-        for kept in (self._features, self._digests):
-            for split in ("train", "test"):
-                kept.pop((task.name, split), None)
+        for split in ("train", "test"):
+            self._features.pop((task.name, split), None)
+            self._digests.pop((task.name, split), None)
 
     def _extract(self, tuner: LucaModel, task: Task, split: str, view: int | None = None) -> FeatureDataset:
         dataset = task.train if split == "train" else task.test
