@@ -48,9 +48,8 @@ class StreamEvaluation(PublishingTrainer):
         the router of the run, there is only the last row, and no figure that compares stages.
 
         Args:
-            eval_dataset (`datasets.Dataset` or `str`, *optional*):
-                Images with global labels in the column `labels`, or the name of a task, to evaluate in place of the
-                test images of all tasks; or a `dict` of datasets.
+            eval_dataset (`datasets.Dataset`, a `dict` of them, or `str`, *optional*):
+                Other images, with global labels in the column `labels`, or the name of a task.
 
         Returns:
             `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
@@ -100,12 +99,12 @@ class StreamEvaluation(PublishingTrainer):
         Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
         the run logs to it. Returns the files. With several processes all must call it.
         """
-        tests = self._tests(list(self.tuner.experts))
-        images = {
-            task.name: self._task_features.images(self.tuner, task, "test")[self.stream.image_column]
-            for task in self.stream
-            if task.name in tests
-        }
+        tests, column, read = (
+            self._tests(list(self.tuner.experts)),
+            self.stream.image_column,
+            self._task_features.images,
+        )
+        images = {task.name: read(self.tuner, task, "test")[column] for task in self.stream if task.name in tests}
         if not self.is_world_process_zero():
             return []
         files = []

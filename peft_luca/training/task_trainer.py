@@ -58,16 +58,9 @@ class TaskTrainer(ExpertTrainer):
             args.dataloader_persistent_workers, args.dataloader_multiprocessing_context = False, None
         else:
             train = features.images(tuner, task, "train")
-        super().__init__(
-            run.model,
-            args,
-            train_dataset=train,
-            eval_dataset=features.get_own(tuner, task, "test") if args.eval_strategy != "no" else None,
-            expert=task.name,
-            processing_class=run.processing_class,
-            features=plain,
-            **run._task_arguments,
-        )
+        tests = features.get_own(tuner, task, "test") if args.eval_strategy != "no" else None
+        given = {"expert": task.name, "processing_class": run.processing_class, "features": plain}
+        super().__init__(run.model, args, train_dataset=train, eval_dataset=tests, **given, **run._task_arguments)
         self.callback_handler.callbacks = run.callback_handler.callbacks
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
