@@ -139,10 +139,7 @@ class ContinualTrainer(StreamEvaluation):
 
     def _train_task(self, task: Task) -> TrainOutput:
         if not any(task is known for known in self.stream):
-            raise ValueError(
-                f"the task {task.name!r} is not of the trainer's stream. Pass its dataset, or make the trainer with "
-                "its stream."
-            )
+            raise ValueError(f"the task {task.name!r} is not of the trainer's stream. Pass its dataset to append it.")
         if task.name in self._learned and task.name not in self.tuner.experts:
             raise ValueError(
                 f"the task {task.name!r} was learned and its expert deleted. Pass its dataset under another name."

@@ -99,11 +99,8 @@ class StreamEvaluation(PublishingTrainer):
         Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
         the run logs to it. Returns the files. With several processes all must call it.
         """
-        tests, column, read = (
-            self._tests(list(self.tuner.experts)),
-            self.stream.image_column,
-            self._task_features.images,
-        )
+        tests, column = self._tests(list(self.tuner.experts)), self.stream.image_column
+        read = self._task_features.images
         images = {task.name: read(self.tuner, task, "test")[column] for task in self.stream if task.name in tests}
         if not self.is_world_process_zero():
             return []
