@@ -23,15 +23,8 @@ class BatchCollator:
 class EpochBatches(Sampler[list[int]]):
     """
     The batches of an epoch, in a random order that is the same in all processes, each of which takes its part of every
-    batch. The number of processes then changes neither the batches nor, with a loss that is the mean over the whole
-    batch, the training, even if the last batch is short. A part may be empty.
-
-    Args:
-        rows (`int`): Rows of the dataset.
-        batch_size (`int`): Of all processes together.
-        seed (`int`): Seed of the first epoch's order; the next epochs add to it.
-        rank, processes (`int`, *optional*): This process's number, and how many there are.
-        drop_last (`bool`, *optional*, defaults to `False`): Leave out a last batch that is short.
+    batch. So the number of processes changes neither the batches nor the training, even if the last batch is short
+    and a part is empty. `batch_size` is that of all processes together; `seed` is that of the first epoch's order.
     """
 
     def __init__(

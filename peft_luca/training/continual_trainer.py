@@ -52,9 +52,6 @@ class ContinualTrainer(StreamEvaluation):
         kwargs:
             Other arguments of [`~transformers.Trainer`], such as `callbacks`, which see every task's training, or
             `compute_loss_func` and `optimizer_cls_and_kwargs`, which are used for every task.
-
-    Raises:
-        ValueError: an argument does not fit. Nothing has been written then.
     """
 
     def __init__(
@@ -80,31 +77,18 @@ class ContinualTrainer(StreamEvaluation):
         check_processor(processing_class, model)
         self._task_arguments = {"compute_metrics": Accuracy(), **kwargs}
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
-        super().__init__(
-            model=model,
-            args=args,
-            processing_class=processing_class,
-            data_collator=collator,
-            eval_dataset=[],
-            **self._task_arguments,
-        )
+        super().__init__(model, args, collator, None, [], processing_class, **self._task_arguments)
         self._task_arguments.pop("callbacks", None)  # tasks share the handler's
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ExpertProgressCallback)
-        self.stream = stream
-        self.luca_config = template
+        self.stream, self.luca_config = stream, template
         self.folder = RunFolder(self.args.output_dir, args.should_save)
         self._task_features = TaskFeatures(stream, args, processing_class, collator.channels)
         self._records: list[Record] = []  # one per learned task, as results.json has them
         self._pushing: Future[Any] | None = None  # to the Hub, in the background
 
-    # ---- the stream ----------------------------------------------------------------------------------------------
-
     def train(
-        self,
-        resume_from_checkpoint: bool | str | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
+        self, resume_from_checkpoint: bool | str | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
         """
         Learns every task of the stream that has not been learned. Tasks that an earlier run finished in
@@ -115,17 +99,9 @@ class ContinualTrainer(StreamEvaluation):
 
         Returns:
             [`~transformers.trainer_utils.TrainOutput`]: Steps, mean loss, and the numbers among the run's figures.
-
-        Raises:
-            ValueError: the folder holds a run of another stream or of other settings.
-            RuntimeError: another run uses the folder.
-            FloatingPointError: a loss or a weight is not a finite number.
         """
         if isinstance(resume_from_checkpoint, str):
-            raise ValueError(
-                f"a stream is resumed from args.output_dir ({self.args.output_dir}), task by task, not from "
-                f"the checkpoint {resume_from_checkpoint!r}. Call train() with the same output_dir."
-            )
+            raise ValueError(f"a stream is resumed from args.output_dir, not from {resume_from_checkpoint!r}.")
         with self.folder.lock():
             self._resume(refuse=resume_from_checkpoint is False)
             learned = self._learned
@@ -137,28 +113,17 @@ class ContinualTrainer(StreamEvaluation):
         steps = sum(output.global_step for output in outputs)
         loss = sum(output.training_loss * output.global_step for output in outputs) / max(steps, 1)
         seconds = sum(output.metrics["train_runtime"] for output in outputs)
-        metrics = {
-            "train_runtime": seconds,
-            "train_steps_per_second": round(steps / seconds, 3) if seconds else 0.0,
-            "total_flos": self.state.total_flos,
-            "train_loss": loss,
-        }
+        metrics = {"train_runtime": seconds, "total_flos": self.state.total_flos, "train_loss": loss}
+        metrics["train_steps_per_second"] = round(steps / seconds, 3) if seconds else 0.0
         return TrainOutput(steps, loss, metrics | numbers(self._figures()))
 
     def train_task(self, task: Task | DatasetLike, name: str | None = None) -> TrainOutput:
         """
-        Learns one more task.
+        Learns one more task, and returns what its [`ExpertTrainer`] does.
 
         Args:
             task ([`Task`] or dataset): A task of the stream, or a dataset, which is appended to the stream.
             name (`str`, *optional*): The new task's name, for a dataset.
-
-        Returns:
-            [`~transformers.trainer_utils.TrainOutput`]: That of the task's [`ExpertTrainer`].
-
-        Raises:
-            ValueError: the task has been learned, or the model has an expert of its name.
-            RuntimeError, FloatingPointError: see [`~ContinualTrainer.train`].
         """
         with self.folder.lock():
             self._resume()
@@ -174,42 +139,33 @@ class ContinualTrainer(StreamEvaluation):
 
     def _train_task(self, task: Task) -> TrainOutput:
         if not any(task is known for known in self.stream):
-            raise ValueError(
-                f"the task {task.name!r} is not of the trainer's stream, so its labels mean nothing here. Pass its "
-                "dataset, which is then appended, or make the trainer with its stream."
-            )
+            raise ValueError(f"the task {task.name!r} is not of the trainer's stream. Pass its dataset to append it.")
         if task.name in self._learned and task.name not in self.tuner.experts:
             raise ValueError(
-                f"the task {task.name!r} was learned and its expert deleted. To learn it again pass its dataset under "
-                "another name."
+                f"the task {task.name!r} was learned and its expert deleted. Pass its dataset under another name."
             )
         check_task(task, self.model, self.args)
         started = time.perf_counter()
         try:
             self._add_expert(task)
-            for split in ("train", "test"):  # an image that cannot be read stops the task before it is trained
-                if split == "train" or task.test is not None:
-                    self.features(task, split)
-            self._task_features.check_classes(self.tuner, task)
+            self._task_features.check(self.tuner, task)
             trainer = TaskTrainer(self, task)
             try:
                 output = trainer.train()
             finally:
-                self.state.log_history += [
-                    dict[str, Any](entry, task=task.name) for entry in trainer.state.log_history
-                ]
+                logs = trainer.state.log_history
+                self.state.log_history += [dict[str, Any](entry, task=task.name) for entry in logs]
             self.state.global_step += trainer.state.global_step
             self.state.max_steps += trainer.state.max_steps
             self.state.total_flos += trainer.state.total_flos
             self.tuner.set_requires_grad(task.name, False)
-            self._set_router()
+            self._follow_experts()
             self._finish(task, output, time.perf_counter() - started)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self.is_world_process_zero():
                 logger.warning(
                     f"Interrupted: {len(self._records)} of {len(self.stream)} tasks are finished, and kept in "
-                    f"{self.args.output_dir}. To go on, call train() again, or start again with the same output_dir "
-                    "and the backbone loaded anew."
+                    f"{self.args.output_dir}. To go on, call train() again, or start anew with the same output_dir."
                 )
             if task.name not in self._learned:
                 self._drop_expert(task)
@@ -248,7 +204,6 @@ class ContinualTrainer(StreamEvaluation):
         except BaseException:
             self._records.pop()  # a task is learned once it is on the disk
             raise
-        self._sync_labels()
         self._push_learned()
         line = task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes))
         print_line(self.args, line)
@@ -262,31 +217,22 @@ class ContinualTrainer(StreamEvaluation):
             self._set_model(self.tuner.unload())
         else:
             self.model.delete_adapter(task.name)
-            self._set_router()
+            self._follow_experts()
 
     def delete_adapter(self, adapter_name: str) -> None:
         """
         Deletes a task's expert, in the model and in `args.output_dir`. Its task is not measured any more: its column
         of the accuracy matrix ends, and the last row is measured again with the remaining experts.
-
-        Args:
-            adapter_name (`str`): The task.
-
-        Raises:
-            ValueError: there is no such expert, or it is the only one.
         """
         with self.folder.lock():
             self._resume()
             if not isinstance(self.model, PeftModel) or adapter_name not in self.tuner.experts:
                 raise ValueError(f"there is no expert {adapter_name!r} to delete.")
             self.model.delete_adapter(adapter_name)
-            self._set_router()
-            self._sync_labels()
+            self._follow_experts()
             if adapter_name in self._learned:
                 self._records[-1].update(self._measure(self._records))
                 self.folder.delete_expert(adapter_name, self.results())
-
-    # ---- resuming and saving -------------------------------------------------------------------------------------
 
     @property
     def _learned(self) -> set[str]:
@@ -305,16 +251,18 @@ class ContinualTrainer(StreamEvaluation):
             self._set_model(load_experts(self.model, sources))
         self._records = records
         self.state.global_step = sum(record["steps"] for record in records)
-        self._set_router()
-        self._sync_labels()
-        count = pluralize(len(self.stream), "task")
-        print_line(self.args, f"resuming after {len(records)} of {count} found in {self.folder.path}")
+        self._follow_experts()
+        found = f"{len(records)} of {pluralize(len(self.stream), 'task')} found in {self.folder.path}"
+        print_line(self.args, f"resuming after {found}")
 
     def _set_model(self, model: nn.Module) -> None:
         self.model = self.model_wrapped = self.callback_handler.model = model
 
-    def _set_router(self) -> None:
+    def _follow_experts(self) -> None:
+        """The run's router takes the experts there are; images to evaluate get their labels from the stream's."""
         self.tuner.set_router(self.args.make_router())
+        places = {name: i for i, name in enumerate(self.tuner.classes)}
+        self.data_collator.label_ids = {i: places[c] for i, c in enumerate(self.stream.classes) if c in places}
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # A collection of experts: safetensors and JSON only, no pickled arguments as Trainer writes them.
@@ -329,20 +277,13 @@ class ContinualTrainer(StreamEvaluation):
     def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
         if self._pushing is not None:
             self._pushing.exception()  # wait; this push carries all that an earlier one did
-        return push_experts(
-            self.model,
-            repo_id,
-            blocking=blocking,
-            processing_class=self.processing_class,
-            results=self._results(),
-            **kwargs,
-        )
+        kwargs |= {"processing_class": self.processing_class, "results": self._results()}
+        return push_experts(self.model, repo_id, blocking=blocking, **kwargs)
 
     def _push_learned(self) -> None:
         """Pushes in the background, unless an earlier push is still running: the next one carries this task too."""
-        if not self.args.push_to_hub or self.args.hub_strategy != HubStrategy.EVERY_SAVE:
-            return
-        if self._pushing is not None and not self._pushing.done():
+        is_busy = self._pushing is not None and not self._pushing.done()
+        if is_busy or not self.args.push_to_hub or self.args.hub_strategy != HubStrategy.EVERY_SAVE:
             return
         error = None if self._pushing is None else self._pushing.exception()
         try:

@@ -48,9 +48,8 @@ class StreamEvaluation(PublishingTrainer):
         the router of the run, there is only the last row, and no figure that compares stages.
 
         Args:
-            eval_dataset (`datasets.Dataset` or `str`, *optional*):
-                Images with global labels in the column `labels`, or the name of a task, to evaluate in place of the
-                test images of all tasks; or a `dict` of datasets.
+            eval_dataset (`datasets.Dataset`, a `dict` of them, or `str`, *optional*):
+                Other images, with global labels in the column `labels`, or the name of a task.
 
         Returns:
             `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
@@ -60,13 +59,8 @@ class StreamEvaluation(PublishingTrainer):
             if eval_dataset not in tests:
                 raise ValueError(f"there is no task {eval_dataset!r} with test images, only {', '.join(tests)}.")
             eval_dataset = tests[eval_dataset]
-        columns = getattr(eval_dataset, "column_names", None)
-        if columns is not None and "labels" not in columns:
-            raise ValueError(
-                f"eval_dataset has the columns {columns}, but needs its global labels in a column "
-                "'labels': stream.classes.index(name) of each image's class."
-            )
         if eval_dataset is not None:
+            _check_column(eval_dataset, "labels", "global labels, stream.classes.index(name) of each image's class,")
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         if not self._records:
             raise ValueError("there is nothing to evaluate: no task has been learned. Call train() first.")
@@ -76,8 +70,7 @@ class StreamEvaluation(PublishingTrainer):
             # Earlier stages were measured with another router and cannot be compared with this one.
             unknown = [[None] * len(self._records)] * (len(self._records) - 1)
             figures["accuracy_matrix"] = [*unknown, last["accuracy"]]
-            for name in COMPARING_STAGES:
-                figures.pop(name, None)
+            figures = {name: value for name, value in figures.items() if name not in COMPARING_STAGES}
         matrix = figures.pop("accuracy_matrix")
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self.log(numbers(metrics))
@@ -86,15 +79,8 @@ class StreamEvaluation(PublishingTrainer):
 
     def features(self, task: Task, split: str) -> FeatureDataset:
         """
-        [CLS] of a task's images with the stream's global labels, computed once and kept in `args.features_cache_dir`.
-        With several processes each computes a part, so all must call it.
-
-        Args:
-            task ([`Task`]): A task of the stream.
-            split (`str`): `"train"` or `"test"`.
-
-        Returns:
-            [`FeatureDataset`]: `features` (images, d), in `args.features_dtype`, `labels` (images,), on the CPU.
+        [CLS] `(images, d)` and global labels `(images,)` of a task's `"train"` or `"test"` images, on the CPU,
+        computed once and kept in `args.features_cache_dir`. With several processes all must call it.
         """
         return self._task_features.get(self.tuner, task, split)
 
@@ -111,17 +97,11 @@ class StreamEvaluation(PublishingTrainer):
     def save_plots(self) -> list[Path]:
         """
         Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
-        the run logs to it. With several processes all must call it.
-
-        Returns:
-            `list[Path]`: The files; none on all processes but the first.
+        the run logs to it. Returns the files. With several processes all must call it.
         """
-        tests = self._tests(list(self.tuner.experts))
-        images = {
-            task.name: self._task_features.images(self.tuner, task, "test")[self.stream.image_column]
-            for task in self.stream
-            if task.name in tests
-        }
+        tests, column = self._tests(list(self.tuner.experts)), self.stream.image_column
+        read = self._task_features.images
+        images = {task.name: read(self.tuner, task, "test")[column] for task in self.stream if task.name in tests}
         if not self.is_world_process_zero():
             return []
         files = []
@@ -133,14 +113,14 @@ class StreamEvaluation(PublishingTrainer):
         return files
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """As [`~transformers.Trainer.log_metrics`]; lists and figures that were not measured are left out."""
+        """Trainer's, without lists and without figures that were not measured."""
         super().log_metrics(split, numbers(metrics))
 
     def _tests(self, names: list[str]) -> dict[str, FeatureDataset]:
         """Task → [CLS] of its test images, with its expert's own labels. Every process computes a part."""
-        tasks = [task for task in self.stream if task.name in names and task.name in self.tuner.experts]
-        get = self._task_features.get_own
-        return {task.name: get(self.tuner, task, "test") for task in tasks if task.test is not None}
+        names = [name for name in names if name in self.tuner.experts]
+        tasks = [task for task in self.stream if task.name in names and task.test is not None]
+        return {task.name: self._task_features.get_own(self.tuner, task, "test") for task in tasks}
 
     def _measure(self, records: list[Record]) -> Measured:
         """What a stage reaches, computed by one process for all."""
@@ -148,15 +128,15 @@ class StreamEvaluation(PublishingTrainer):
         tests, measured = self._tests(names), None
         self.model.eval()
         if self.is_world_process_zero():
-            whole = self.args.routing_scope == "batch"
-            measured = measure_stage(self.tuner, names, tests, self.args.device, whole)
+            by_batch = self.args.routing_scope == "batch"
+            measured = measure_stage(self.tuner, names, tests, self.args.device, by_batch)
         (measured,) = broadcast_object_list([measured])
         return measured
 
     def _figures(self, last: Measured | None = None) -> dict[str, Any]:
         """All figures of the run, whose last row may be measured again."""
-        shared = bool(self._records) and sum(map(len, self.tuner.experts.values())) > len(self.tuner.classes)
-        return run_figures(self._records, last, shared)
+        share_classes = bool(self._records) and sum(map(len, self.tuner.experts.values())) > len(self.tuner.classes)
+        return run_figures(self._records, last, share_classes)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         return super().get_eval_dataloader(self._undecoded(eval_dataset))
@@ -166,15 +146,13 @@ class StreamEvaluation(PublishingTrainer):
 
     def _undecoded(self, dataset: Any) -> Any:
         """Images that our own collator decodes, unless the dataset has a transform of its own."""
-        column, columns = self.stream.image_column, getattr(dataset, "column_names", None)
-        if columns is not None and column not in columns:
-            raise ValueError(f"the dataset has the columns {columns}, but needs its images in a column {column!r}.")
+        column = self.stream.image_column
+        _check_column(dataset, column, "images")
         transformed = isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
         return dataset if transformed else undecoded(dataset, column)
 
-    def _sync_labels(self) -> None:
-        """Images that are evaluated have the stream's labels, the model's logits the order of its experts."""
-        places = {name: i for i, name in enumerate(self.tuner.classes)}
-        self.data_collator.label_ids = {
-            i: places[name] for i, name in enumerate(self.stream.classes) if name in places
-        }
+
+def _check_column(dataset: Any, column: str, content: str) -> None:
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None and column not in columns:
+        raise ValueError(f"the dataset has the columns {columns}, but needs its {content} in a column {column!r}.")

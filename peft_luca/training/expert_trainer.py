@@ -18,7 +18,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 
 from ..data.collator import ImageCollator
-from ..data.feature_cache import FeatureDataset, FeatureExtractor
+from ..data.feature_cache import FeatureDataset
 from ..hub.publishing import push_expert
 from ..hub.saving import save_expert
 from ..hub.validation import MAX_NUMBER
@@ -29,18 +29,14 @@ from .batches import BatchCollator, EpochBatches, EpochLoader, ExpertProgressCal
 from .figures import Accuracy
 from .publishing import PublishingTrainer
 from .sparsity import soft_threshold
+from .task_features import loader_options, make_extractor
 
 
 class ExpertModule(nn.Module):
     """
     The part of a model that is trained: one expert. Its parameters are the expert's alone, since `Trainer` walks over
-    all parameters of a module several times at each step.
-
-    Args:
-        tuner ([`LucaModel`]): The model's tuner.
-        expert (`str`): The expert.
-        all_classes (`bool`, *optional*, defaults to `False`):
-            Compute logits of all classes of all experts, `(batch, C)`, in place of the expert's own, `(batch, K)`.
+    all parameters of a module several times at each step. Its logits are those of the expert's own classes,
+    `(batch, K)`, or with `all_classes` of the classes of all experts, `(batch, C)`.
     """
 
     def __init__(self, tuner: LucaModel, expert: str, all_classes: bool = False) -> None:
@@ -78,10 +74,9 @@ class ExpertModule(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if labels is None:
             return ImageClassifierOutput(logits=logits)
-        if num_items_in_batch is None:
-            return ImageClassifierOutput(loss=F.cross_entropy(logits, labels), logits=logits)
-        loss = F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
-        return ImageClassifierOutput(loss=loss, logits=logits)
+        items = num_items_in_batch
+        loss = F.cross_entropy(logits, labels, reduction="mean" if items is None else "sum")
+        return ImageClassifierOutput(loss=loss if items is None else loss / items, logits=logits)
 
 
 class ExpertTrainer(PublishingTrainer):
@@ -105,9 +100,6 @@ class ExpertTrainer(PublishingTrainer):
         kwargs:
             Other arguments of [`~transformers.Trainer`], as documented there. `compute_loss_func` replaces the
             cross-entropy; the ℓ1 penalty is added to it.
-
-    Raises:
-        ValueError: an argument does not fit.
     """
 
     # What Trainer declares for every kind of model and data, and what this one has.
@@ -135,33 +127,19 @@ class ExpertTrainer(PublishingTrainer):
         if not isinstance(args, ContinualTrainingArguments):
             raise ValueError(f"args must be ContinualTrainingArguments, got {type(args).__name__}.")
         if kwargs.get("model_init") is not None:
-            raise ValueError(
-                "model_init makes a model for each train() of one trainer, but an ExpertTrainer is made for one "
-                "training. Pass model, and make a trainer for each trial."
-            )
-        if model is None:
-            raise ValueError("model must be a PeftModel with the expert, got None. Make one with get_peft_model.")
+            raise ValueError("model_init cannot be used here. Pass model, and make a trainer for each trial.")
         self.expert = _activate(model, expert)
-        self.new_expert = new_expert
-        self._features = features
+        self.new_expert, self._features = new_expert, features
         self._module: Any = None
         self._loss_parts: dict[str, Tensor] = {}
-        self._loss_steps = 0.0
-        self._has_proximal_step = False
+        self._loss_steps, self._has_proximal_step = 0.0, False
         kwargs.setdefault("compute_metrics", Accuracy())
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            **kwargs,
-        )
-        # ExpertModule divides its loss by num_items_in_batch.
-        self.model_accepts_loss_kwargs = True
+        collator = kwargs.pop("data_collator", None)
+        super().__init__(model, args, collator, train_dataset, eval_dataset, processing_class, **kwargs)
+        self.model_accepts_loss_kwargs = True  # ExpertModule divides its loss by num_items_in_batch
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ExpertProgressCallback)
-        self._set_collators(kwargs.get("data_collator"))
+        self._set_collators(collator)
         self._check_optimizer()
         if args.negatives == "seen":
             self._all_classes_ids = self.tuner.layer.label_space.own[self.expert]
@@ -172,15 +150,14 @@ class ExpertTrainer(PublishingTrainer):
         return tuner_of(self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """
-        Trains the expert. Takes and returns what [`~transformers.Trainer.train`] does.
-
-        Raises:
-            FloatingPointError: a loss or a weight is not a finite number.
-        """
-        if self.new_expert:
-            self._prepare_expert()
-            self.new_expert = False
+        """Trains the expert. Takes and returns what [`~transformers.Trainer.train`] does."""
+        config = self.tuner.peft_config[self.expert]
+        if self.new_expert and (config.reference or self.tuner.backbone.image_size is not None):
+            # An expert that does not standardize by it has it as well: it identifies the backbone.
+            self.tuner.compute_reference(self.expert)
+        if self.new_expert and config.init_rows == "class_means":
+            self._set_rows_to_class_means(adapted=False)
+        self.new_expert = False
         seed = enable_full_determinism if self.args.full_determinism else set_seed
         seed(self.args.seed)
         self.model.train()
@@ -190,25 +167,12 @@ class ExpertTrainer(PublishingTrainer):
             self._set_rows_to_class_means(adapted=True)
         if self.args.statistics:
             data, rank = self._plain_features(), self.args.statistics_rank
-            self.tuner.collect_statistics(
-                self.expert,
-                data.features,
-                data.labels,
-                None if rank < 0 else rank,
-                self.args.statistics_random_features,
-            )
+            sizes = (None if rank < 0 else rank, self.args.statistics_random_features)
+            self.tuner.collect_statistics(self.expert, data.features, data.labels, *sizes)
         for name, tensor in self.tuner.layer.tensors(self.expert).items():
             if not (tensor.abs() <= MAX_NUMBER).all():  # what is saved can be loaded again
                 self._refuse_numbers(f"{name} holds numbers that are not finite, or above {MAX_NUMBER:g}", 0)
         return output
-
-    def _prepare_expert(self) -> None:
-        config = self.tuner.peft_config[self.expert]
-        if config.reference or self.tuner.backbone.image_size is not None:
-            # An expert that does not standardize by it has it as well: it identifies the backbone.
-            self.tuner.compute_reference(self.expert)
-        if config.init_rows == "class_means":
-            self._set_rows_to_class_means(adapted=False)
 
     def _set_rows_to_class_means(self, adapted: bool) -> None:
         data = self._plain_features()
@@ -218,34 +182,19 @@ class ExpertTrainer(PublishingTrainer):
         """[CLS] of the training images without augmentation."""
         if self._features is None:
             data = self.train_dataset
-            self._features = data if isinstance(data, FeatureDataset) else self._extract(data)
+            if not isinstance(data, FeatureDataset):
+                extract = make_extractor(self.tuner, self.image_collator(data), self.args)
+                data = extract(data, description=f"{self.expert}: [CLS] of the training images")
+            self._features = data
         return self._features
-
-    def _extract(self, dataset: Any) -> FeatureDataset:
-        args, dtype = self.args, self.tuner.backbone.dtype
-        extract = FeatureExtractor(
-            lambda pixels: self.tuner.pooled_features(pixels.to(args.device, dtype)),
-            self.image_collator(dataset),
-            args.per_device_eval_batch_size,
-            args.dataloader_num_workers,
-            args.features_dtype,
-            args.on_bad_image,
-            disable_tqdm=args.disable_tqdm,
-        )
-        return extract(dataset, description=f"{self.expert}: [CLS] of the training images")
-
-    # ---- data ----------------------------------------------------------------------------------------------------
 
     def _set_collators(self, given: Any) -> None:
         """Collators of training and of evaluation, which differ by the augmentation."""
-        evaluated = list(self.eval_dataset.values()) if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-        images = [
-            data for data in (self.train_dataset, *evaluated) if not isinstance(data, (FeatureDataset, type(None)))
-        ]
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        images = list(filter(_is_images, (self.train_dataset, *evaluated.values())))
         if given is not None and images and self.args.augmentation:
             raise ValueError(
-                "augmentation=True is done by the default data_collator, and yours would take its place. Set "
-                "augmentation=False, and augment in your data_collator."
+                "augmentation=True is done by the default data_collator. Set it to False, or do it in yours."
             )
         self.data_collator = self._train_collator = BatchCollator(given)
         if given is not None or not images:
@@ -253,12 +202,10 @@ class ExpertTrainer(PublishingTrainer):
         self.data_collator = BatchCollator(self.image_collator(images[0]))
         self._train_collator = BatchCollator(self.image_collator(images[0], bool(self.args.augmentation)))
         column = self.data_collator.images.image_column
-        if not isinstance(self.train_dataset, FeatureDataset):
+        if _is_images(self.train_dataset):
             self.train_dataset = undecoded(self.train_dataset, column)
-        if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {name: undecoded(data, column) for name, data in self.eval_dataset.items()}
-        elif not isinstance(self.eval_dataset, FeatureDataset):
-            self.eval_dataset = undecoded(self.eval_dataset, column)
+        evaluated = {name: undecoded(data, column) if _is_images(data) else data for name, data in evaluated.items()}
+        self.eval_dataset = evaluated if isinstance(self.eval_dataset, dict) else evaluated[""]
 
     def image_collator(self, dataset: Any, augmentation: bool = False) -> ImageCollator:
         """The collator of a dataset's images, unless `data_collator` was given."""
@@ -267,8 +214,7 @@ class ExpertTrainer(PublishingTrainer):
         if len(columns) != 1 or "labels" not in features or self.processing_class is None:
             raise ValueError(
                 f"images need a dataset with one column of images and a column 'labels', and a processing_class; got "
-                f"the columns {list(features)} and processing_class={type(self.processing_class).__name__}. Rename "
-                "the label column, or pass a data_collator that returns pixel_values and labels."
+                f"the columns {list(features)} and processing_class={type(self.processing_class).__name__}."
             )
         names, classes = getattr(features["labels"], "names", None), list(self.tuner.experts[self.expert])
         if names is not None and names != classes:
@@ -280,8 +226,7 @@ class ExpertTrainer(PublishingTrainer):
         return ImageCollator(self.processing_class, columns[0], augmentation=augmentation, channels=channels)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        args: Any = self.args
-        dataset: Any = self.train_dataset
+        args, dataset = self.args, self.train_dataset
         if args.train_sampling_strategy != "random" or dataset is None or not has_length(dataset):
             return super().get_train_dataloader()
         processes = self.accelerator.num_processes
@@ -292,18 +237,15 @@ class ExpertTrainer(PublishingTrainer):
                 "dataloader_drop_last leaves none. Set it to False, or take smaller batches."
             )
         seed = args.seed if args.data_seed is None else args.data_seed
+        parts = (args.process_index, processes, args.dataloader_drop_last)
         return EpochLoader(
             self.train_dataset,
-            batch_sampler=EpochBatches(
-                len(dataset), whole_batch, seed, args.process_index, processes, args.dataloader_drop_last
-            ),
+            batch_sampler=EpochBatches(len(dataset), whole_batch, seed, *parts),
             collate_fn=self._train_collator,
             num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+            **loader_options(args),
         )
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -312,8 +254,6 @@ class ExpertTrainer(PublishingTrainer):
             labels = inputs["labels"]
             inputs["labels"] = torch.where(labels < 0, labels, self._all_classes_ids[labels.clamp(min=0)])
         return inputs
-
-    # ---- the loss and its steps ----------------------------------------------------------------------------------
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self._module is None:
@@ -348,8 +288,8 @@ class ExpertTrainer(PublishingTrainer):
 
     def _refuse_numbers(self, found: str, steps: int) -> None:
         raise FloatingPointError(
-            f"expert {self.expert!r}, step {self.state.global_step + steps}: {found}. The expert is given up. Look at "
-            f"its images, or train in another output_dir with a learning_rate below {self.args.learning_rate}."
+            f"expert {self.expert!r}, step {self.state.global_step + steps}: {found}. Look at its images, or train in "
+            f"another output_dir with a learning_rate below {self.args.learning_rate}."
         )
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -357,7 +297,7 @@ class ExpertTrainer(PublishingTrainer):
         if self.args.l1_proximal and not self._has_proximal_step:
             if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam)):  # AdamW is an Adam
                 raise ValueError(
-                    f"l1_proximal needs the step size of the optimizer, which is known for SGD, Adam and AdamW, not "
+                    "l1_proximal needs the step size of the optimizer, which is known for SGD, Adam and AdamW, not "
                     f"for {type(optimizer).__name__}."
                 )
             parameters = list(self.tuner.layer.luca_parameters(self.expert).values())
@@ -368,10 +308,10 @@ class ExpertTrainer(PublishingTrainer):
 
     def _check_optimizer(self) -> None:
         """An optimizer of other parameters would train nothing."""
-        if self.optimizer is None:
-            return
-        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        if not any(id(parameter) in held for parameter in self.model.parameters() if parameter.requires_grad):
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        trained = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
+        if groups and held.isdisjoint(trained):
             raise ValueError(
                 f"optimizers holds no trainable parameter of expert {self.expert!r}. Make the optimizer of "
                 "[p for p in model.parameters() if p.requires_grad], or use optimizer_cls_and_kwargs."
@@ -392,8 +332,6 @@ class ExpertTrainer(PublishingTrainer):
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
         self._created_lr_scheduler = True
         return self.lr_scheduler
-
-    # ---- logging, evaluating and saving --------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._loss_steps:
@@ -418,21 +356,19 @@ class ExpertTrainer(PublishingTrainer):
 
     def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
         if not blocking:
-            raise ValueError(
-                "blocking=False is for collections: an ExpertTrainer pushes one expert, and waits for it."
-            )
+            raise ValueError("blocking=False is for collections. An ExpertTrainer pushes one expert, and waits.")
         return push_expert(self.model, self.expert, repo_id, **kwargs)
+
+
+def _is_images(dataset: Any) -> bool:
+    return dataset is not None and not isinstance(dataset, FeatureDataset)
 
 
 def _activate(model: Any, expert: str | None) -> str:
     """Makes an expert the active one, and returns its name."""
     tuner = tuner_of(model)
-    if expert is None:
-        expert = str(tuner.active_adapters[0])
-        if tuner.router is not None or not any(parameter.requires_grad for parameter in tuner.parameters()):
-            raise ValueError(
-                f"no expert of the model is active and trainable. Pass expert=, one of {', '.join(tuner.experts)}."
-            )
-    else:
+    if expert is not None:
         model.set_adapter(expert)
-    return expert
+    elif tuner.router is not None or not any(parameter.requires_grad for parameter in tuner.parameters()):
+        raise ValueError(f"no expert is active and trainable. Pass expert=, one of {', '.join(tuner.experts)}.")
+    return str(tuner.active_adapters[0])

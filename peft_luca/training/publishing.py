@@ -13,12 +13,13 @@ from ..utils import explain_write_errors
 
 
 TASK = "image-classification"
+Names = str | list[str] | None
 
 
 class PublishingTrainer(Trainer):
     """
-    A `Trainer` whose `push_to_hub` and `create_model_card` publish experts, with the experts' card and no pickled
-    files. A subclass defines `_push`, and the one `expert` that it publishes, or the `_results` of its run.
+    Publishes experts, with their card and no pickled files. A subclass defines `_push`, and the one `expert` that it
+    publishes, or the `_results` of its run.
     """
 
     model: Any
@@ -42,8 +43,8 @@ class PublishingTrainer(Trainer):
     ) -> Any:
         """
         Pushes the trained experts, with their card, to `args.hub_model_id`, by default a repository named as the
-        output folder. Takes the arguments of [`~transformers.Trainer.push_to_hub`] and `create_model_card`; `token`,
-        `revision` and `private` default to those of `args`.
+        output folder; see [`push_expert`] and [`push_experts`]. `token`, `revision` (a branch) and `private` are
+        those of `args` by default. `kwargs` are arguments of `create_model_card`.
 
         Returns:
             [`~huggingface_hub.CommitInfo`], or a future of it. `None` on all processes but the first.
@@ -67,15 +68,8 @@ class PublishingTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """
-        Writes the card of the experts into the output folder. `push_to_hub` makes its own.
-
-        Args:
-            language, license, tags, model_name (`str`, *optional*): Metadata of the card. `tags` may be a list.
-            finetuned_from (`str`, *optional*): Hub id of the backbone; also `base_model`.
-            tasks (`str` or `list[str]`, *optional*): `"image-classification"`, the only task.
-            dataset_tags, dataset (`str` or `list[str]`, *optional*):
-                Hub ids of the training data; also `datasets`. The tags are taken if both are given.
-            dataset_args (`str` or `list[str]`, *optional*): As in `Trainer`; the card has no place for them.
+        Writes the card of the experts into the output folder. Takes what [`~transformers.Trainer.create_model_card`]
+        does; `base_model` and `datasets` are other names of `finetuned_from` and `dataset`.
         """
         card = _card_arguments(*args, **kwargs)
         if self.is_world_process_zero():
@@ -89,15 +83,15 @@ class PublishingTrainer(Trainer):
 def _card_arguments(
     language: str | None = None,
     license: str | None = None,
-    tags: str | list[str] | None = None,
+    tags: Names = None,
     model_name: str | None = None,
     finetuned_from: str | None = None,
-    tasks: str | list[str] | None = None,
-    dataset_tags: str | list[str] | None = None,
-    dataset: str | list[str] | None = None,
-    dataset_args: str | list[str] | None = None,
+    tasks: Names = None,
+    dataset_tags: Names = None,
+    dataset: Names = None,
+    dataset_args: Names = None,
     base_model: str | None = None,
-    datasets: str | list[str] | None = None,
+    datasets: Names = None,
 ) -> dict[str, Any]:
     """The arguments of [`~transformers.Trainer.create_model_card`], as [`CardFacts`] takes them."""
     wrong = [task for task in ([tasks] if isinstance(tasks, str) else tasks or ()) if task != TASK]

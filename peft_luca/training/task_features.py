@@ -17,6 +17,7 @@ from ..data.feature_cache import FeatureDataset, FeatureExtractor, default_cache
 from ..data.task_stream import Task, TaskStream
 from ..preprocessing import undecoded
 from ..tuner.model import LucaModel
+from ..utils import list_names
 from .arguments import ContinualTrainingArguments
 
 
@@ -29,16 +30,31 @@ def print_line(args: ContinualTrainingArguments, line: str) -> None:
         logger.info(line) if args.disable_tqdm else tqdm.write(line)
 
 
+def make_extractor(tuner: LucaModel, collator: ImageCollator, args: Any, writes: bool = True) -> FeatureExtractor:
+    """What computes [CLS] of datasets, as the arguments say."""
+    return FeatureExtractor(
+        lambda pixels: tuner.pooled_features(pixels.to(args.device, tuner.backbone.dtype)),
+        collator,
+        args.per_device_eval_batch_size,
+        args.dataloader_num_workers,
+        args.features_dtype,
+        args.on_bad_image,
+        writes,
+        args.disable_tqdm,
+        loader_options(args),
+    )
+
+
+def loader_options(args: Any) -> dict[str, Any]:
+    """The arguments of a DataLoader that have no influence on its batches."""
+    names = ("pin_memory", "multiprocessing_context", "prefetch_factor")
+    return {name: getattr(args, f"dataloader_{name}") for name in names}
+
+
 class TaskFeatures:
     """[CLS] of the images of a stream's tasks. With several processes each computes a part, so all must ask."""
 
-    def __init__(
-        self,
-        stream: TaskStream,
-        args: Any,
-        processing_class: Any,
-        channels: int,
-    ) -> None:
+    def __init__(self, stream: TaskStream, args: Any, processing_class: Any, channels: int) -> None:
         self.stream, self.args, self.processing_class, self.channels = stream, args, processing_class, channels
         self._features: dict[tuple[str, str], FeatureDataset] = {}
         self._digests: dict[tuple[str, str], str] = {}
@@ -64,25 +80,24 @@ class TaskFeatures:
     def images(self, tuner: LucaModel, task: Task, split: str) -> Any:
         """A task's images, undecoded, without the unreadable ones that are to be skipped."""
         dataset: Any = undecoded(task.train if split == "train" else task.test, self.stream.image_column)
-        if self.args.on_bad_image == "raise":
-            return dataset
-        skipped = self.get(tuner, task, split).skipped
+        skipped = self.get(tuner, task, split).skipped if self.args.on_bad_image == "skip" else ()
         return dataset.select(np.delete(np.arange(len(dataset)), skipped)) if skipped else dataset
 
     def own_labels(self, task: Task) -> Tensor:
         """Global id in the stream → the id of the task's own expert; -1 for a class that it lacks."""
         return torch.tensor([task.classes.index(c) if c in task.classes else -1 for c in self.stream.classes])
 
-    def check_classes(self, tuner: LucaModel, task: Task) -> None:
-        """Raises if none of the images of a class could be read."""
+    def check(self, tuner: LucaModel, task: Task) -> None:
+        """Raises before a task is trained if an image, or with `on_bad_image="skip"` a whole class, is unreadable."""
         train = self.get_own(tuner, task, "train")
+        if task.test is not None:
+            self.get(tuner, task, "test")
         readable = set(train.labels.tolist())
         missing = [name for i, name in enumerate(task.classes) if i not in readable]
         if missing:
-            skipped = self.get(tuner, task, "train").skipped
             raise ValueError(
-                f"task {task.name!r}: none of the images of {', '.join(map(repr, missing[:5]))} can be read, and "
-                f"{len(skipped)} are left out, first row {skipped[0]}. Mend them, or take the class out."
+                f"task {task.name!r}: none of the images of {list_names(missing)} can be read. Mend them, or take the "
+                f"class out. The first of them is row {self.get(tuner, task, 'train').skipped[0]}."
             )
 
     def skipped(self, task: Task) -> int:
@@ -91,15 +106,15 @@ class TaskFeatures:
 
     def forget(self, task: Task) -> None:
         """Forgets what is in memory: another task may come under the name."""
-        for kept in (self._features, self._digests):
-            for split in ("train", "test"):
-                kept.pop((task.name, split), None)
+        for split in ("train", "test"):
+            self._features.pop((task.name, split), None)
+            self._digests.pop((task.name, split), None)
 
     def _extract(self, tuner: LucaModel, task: Task, split: str, view: int | None = None) -> FeatureDataset:
         dataset = task.train if split == "train" else task.test
         if dataset is None:
             raise ValueError(f"task {task.name!r} has no {split} images.")
-        args, backbone = self.args, tuner.backbone
+        args = self.args
         collator = ImageCollator(
             self.processing_class, self.stream.image_column, None, view is not None, view, args.seed, self.channels
         )
@@ -107,32 +122,14 @@ class TaskFeatures:
         if args.process_index == 0:
             if (task.name, split) not in self._digests:
                 self._digests[task.name, split] = digest_images(dataset, self.stream.image_column)
-            key = features_key(backbone, collator, self._digests[task.name, split], args.features_dtype)
+            key = features_key(tuner.backbone, collator, self._digests[task.name, split], args.features_dtype)
         (key,) = broadcast_object_list([key])
-        extract = FeatureExtractor(
-            lambda pixels: tuner.pooled_features(pixels.to(args.device, backbone.dtype)),
-            collator,
-            args.per_device_eval_batch_size,
-            args.dataloader_num_workers,
-            args.features_dtype,
-            args.on_bad_image,
-            args.should_save,
-            args.disable_tqdm,
-            {
-                "pin_memory": args.dataloader_pin_memory,
-                "multiprocessing_context": args.dataloader_multiprocessing_context,
-                "prefetch_factor": args.dataloader_prefetch_factor,
-            },
-        )
-        features = extract(
+        features = make_extractor(tuner, collator, args, args.should_save)(
             dataset,
             Path(args.features_cache_dir or default_cache_dir()) / f"{key}.arrow",
             f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}"),
         )
         if features.skipped and view is None:
-            print_line(
-                args,
-                f"{task.name}: {len(features.skipped)} of {len(dataset)} {split} images cannot be read and are left "
-                f"out, first row {features.skipped[0]}",
-            )
+            count = f"{len(features.skipped)} of {len(dataset)} {split} images"
+            print_line(args, f"{task.name}: {count} cannot be read and are left out, first row {features.skipped[0]}")
         return features

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from peft import PeftModel
@@ -32,13 +31,11 @@ logger = logging.get_logger(__name__)
 
 # Arguments of Trainer that have no meaning for a stream, with the reason.
 REFUSED = {
-    "train_dataset": "the tasks of the stream are trained on. Pass a stream",
+    "train_dataset": "the tasks of the stream are trained on",
     "eval_dataset": "the test images of the tasks are evaluated. Pass other images to evaluate()",
-    "data_collator": "[CLS] is cached as the image processor makes it, and predictions are made the same way. Put "
-    "your preprocessing into processing_class, or train each expert with an ExpertTrainer",
+    "data_collator": "[CLS] is cached as processing_class makes it. Put your preprocessing there",
     "optimizers": "the parameters of later tasks do not exist yet. Use optimizer_cls_and_kwargs=(class, {...})",
-    "model_init": "a run has one output_dir, and trials of a hyperparameter search need one each. Make a trainer for "
-    "each trial",
+    "model_init": "a run has one output_dir, and each trial of a search needs its own. Make a trainer for each trial",
 }
 
 
@@ -61,39 +58,27 @@ class TaskTrainer(ExpertTrainer):
             args.dataloader_persistent_workers, args.dataloader_multiprocessing_context = False, None
         else:
             train = features.images(tuner, task, "train")
-        super().__init__(
-            run.model,
-            args,
-            train_dataset=train,
-            eval_dataset=features.get_own(tuner, task, "test") if args.eval_strategy != "no" else None,
-            expert=task.name,
-            processing_class=run.processing_class,
-            features=plain,
-            **run._task_arguments,
-        )
+        tests = features.get_own(tuner, task, "test") if args.eval_strategy != "no" else None
+        given = {"expert": task.name, "processing_class": run.processing_class, "features": plain}
+        super().__init__(run.model, args, train_dataset=train, eval_dataset=tests, **given, **run._task_arguments)
         self.callback_handler.callbacks = run.callback_handler.callbacks
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """The run has placed it. From "cpu" to "cpu:0" torch copies the backbone, and its facts are computed again."""
 
     def image_collator(self, dataset: Any, augmentation: bool = False) -> ImageCollator:
-        ids = {i: own for i, own in enumerate(self.run._task_features.own_labels(self.task).tolist()) if own >= 0}
-        return ImageCollator(
-            self.processing_class, self.run.stream.image_column, ids, augmentation, channels=channels_of(self.model)
-        )
+        stream = self.run.stream
+        own_ids = {stream.classes.index(name): i for i, name in enumerate(self.task.classes)}
+        channels = channels_of(self.model)
+        return ImageCollator(self.processing_class, stream.image_column, own_ids, augmentation, channels=channels)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # a curve for each task, beside the one of the run
             logs[f"{self.task.name}/loss"] = logs["loss"]
-        with self._steps_of_the_run():
-            super().log(logs, start_time)
-
-    @contextmanager
-    def _steps_of_the_run(self) -> Iterator[None]:
         own = self.state.global_step
         self.state.global_step += self.run.state.global_step
         try:
-            yield
+            super().log(logs, start_time)
         finally:
             self.state.global_step = own
 
@@ -109,17 +94,15 @@ def check_arguments(model: Any, args: Any, stream: Any, processing_class: Any, k
         if kwargs.get(name) is not None and kwargs[name] != (None, None):
             raise ValueError(f"{name} cannot be used here: {reason}.")
         kwargs.pop(name, None)
-    kinds: list[tuple[str, Any, Any, str]] = [
-        ("args", args, ContinualTrainingArguments, "ContinualTrainingArguments"),
-        ("stream", stream, TaskStream, "a TaskStream, such as TaskStream.from_dataset(...)"),
-        ("model", model, nn.Module, "an image classifier or a PeftModel"),
-        ("processing_class", processing_class, Callable, "the backbone's image processor"),
-    ]
-    for name, value, kind, needed in kinds:
+    needed: dict[str, tuple[Any, Any, str]] = {
+        "args": (args, ContinualTrainingArguments, "ContinualTrainingArguments"),
+        "stream": (stream, TaskStream, "a TaskStream, as TaskStream.from_dataset makes it"),
+        "model": (model, nn.Module, "an image classifier or a PeftModel"),
+        "processing_class": (processing_class, Callable, "the backbone's image processor"),
+    }
+    for name, (value, kind, what) in needed.items():
         if not isinstance(value, kind):
-            raise ValueError(f"{name} must be {needed}, got {type(value).__name__}.")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("the model's weights are on the meta device. Load them outside of torch.device('meta').")
+            raise ValueError(f"{name} must be {what}, got {type(value).__name__}.")
     if args.plots:
         visualization.check_installed()  # now, not when all has been learned
     if args.augmentation:
@@ -139,12 +122,12 @@ def make_template(model: nn.Module, luca_config: LucaConfig | None) -> tuple[Luc
             model = tuner.unload()
     elif luca_layers(model):
         raise ValueError(
-            "this backbone carries the experts of another PeftModel, such as an earlier trainer's, and training would "
-            "overwrite them. Remove them (`trainer.model.unload()`), or load the backbone again."
+            "this backbone carries the experts of another PeftModel, and training would overwrite them. Take them off "
+            "(`trainer.model.unload()`) or load the backbone anew; an interrupted run goes on after either."
         )
     template = LucaConfig() if luca_config is None else luca_config.template()
     if template.classes is not None:
-        raise ValueError("luca_config names classes, but each expert has those of its task. Leave classes out.")
+        raise ValueError("luca_config names classes, but the tasks say which an expert has. Leave classes out.")
     return template, model
 
 
@@ -153,6 +136,6 @@ def check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments) -
         raise ValueError(f"there is an expert {task.name!r} already. Delete it, or give the task another name.")
     check_expert_name(task.name, model)
     if args.plots and task.name == PLOTS_NAME:
-        raise ValueError(f"with plots=True no task can be called {PLOTS_NAME!r}, which is the plots' folder.")
+        raise ValueError(f"a task cannot be called {PLOTS_NAME!r} with plots=True, which writes such a folder.")
     if args.eval_strategy != "no" and task.test is None:
         raise ValueError(f"eval_strategy is {args.eval_strategy!s}, but task {task.name!r} has no test images.")

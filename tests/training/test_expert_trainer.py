@@ -193,7 +193,7 @@ def test_images_and_their_features_give_the_same_expert(out, negatives):
     images = make_images(CLASSES, 4).rename_column("label", "labels")
     settings = {"negatives": negatives, "learning_rate": 0.01}
     from_images = train(out, None, {"processing_class": make_processor()}, images, **settings)
-    features = from_images._extract(images)
+    features = from_images._plain_features()
     from_features = train(out, data=features, **settings)
     assert distance(from_images, from_features) < 1e-4
     assert from_images.evaluate(images)["eval_loss"] == pytest.approx(
@@ -345,9 +345,9 @@ def test_sampling_in_order(out):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"model_init": make_expert}, "model_init makes a model for each train"),
+        ({"model_init": make_expert}, "model_init cannot be used here"),
         ({"expert": "absent"}, "Adapter absent not found"),
-        ({"model": None}, "model must be a PeftModel with the expert, got None"),
+        ({"model": None}, "needs a PeftModel with LuCA experts, got NoneType"),
         ({"model": make_vit()}, "needs a PeftModel with LuCA experts"),
         ({"args": object()}, "args must be ContinualTrainingArguments, got object"),
     ],
@@ -362,7 +362,7 @@ def test_what_cannot_be_used_is_refused_by_name(out, given, message):
 def test_a_routed_model_has_no_active_expert_to_train(out):
     model = make_expert()
     model.set_router("entropy")
-    with pytest.raises(ValueError, match=r"no expert of the model is active and trainable\. Pass expert=, one of new"):
+    with pytest.raises(ValueError, match=r"no expert is active and trainable\. Pass expert=, one of new"):
         train(out, model)
 
 
