@@ -50,7 +50,8 @@ def make_router(router: str | Router | Callable[..., Tensor], **options: Any) ->
         raise ValueError(f"the router {router!r} was removed. Use set_router({REMOVED[router]!r}).")
     name = OLD_NAMES.get(router, router)
     if name not in ROUTERS:
-        raise ValueError(f"there is no router {router!r}. Choose one of {list_names(sorted(ROUTERS))}.")
+        names = list_names(sorted(ROUTERS))
+        raise ValueError(f"there is no router {router!r}. Choose one of {names}, or pass a function of scores.")
     return ROUTERS[name](**options)
 
 

@@ -67,7 +67,7 @@ class Background(nn.Module):
         total = _shrink(total, _ledoit_wolf(total, images - 1))
         self.mean, self.precision = nn.Buffer(mean.float()), nn.Buffer(torch.linalg.inv(total).float())
         # The log-density lacks the constant that the classes lack, too.
-        self.constant = nn.Buffer(-0.5 * (torch.logdet(total) - volume))
+        self.constant = -0.5 * float(torch.logdet(total) - volume)
 
     def scores(self, x: Tensor) -> Tensor:
         centred = x - self.mean.to(x)
