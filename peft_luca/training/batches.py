@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 from transformers import ProgressCallback
 
 
-class BatchCollator:
-    """Batches of [CLS], which come as they are needed, or of images by a collator."""
-
-    def __init__(self, images: Any) -> None:
-        self.images = images
-
-    def __call__(self, rows: Any) -> Any:
-        return rows if isinstance(rows, dict) else self.images(rows)
+def collate(rows: Any, images: Callable[[Any], Any]) -> Any:
+    """[CLS] come as a batch already, images as rows that a collator turns into one."""
+    return rows if isinstance(rows, dict) else images(rows)
 
 
 class EpochBatches(Sampler[list[int]]):
@@ -27,7 +22,7 @@ class EpochBatches(Sampler[list[int]]):
     batch, the training, even if the last batch is short. A part may be empty.
 
     Args:
-        rows (`int`): Rows of the dataset.
+        dataset (`Sized`): The dataset. Its `set_epoch`, if it has one, is called as well.
         batch_size (`int`): Of all processes together.
         seed (`int`): Seed of the first epoch's order; the next epochs add to it.
         rank, processes (`int`, *optional*): This process's number, and how many there are.
@@ -35,33 +30,24 @@ class EpochBatches(Sampler[list[int]]):
     """
 
     def __init__(
-        self, rows: int, batch_size: int, seed: int, rank: int = 0, processes: int = 1, drop_last: bool = False
+        self, dataset: Sized, batch_size: int, seed: int, rank: int = 0, processes: int = 1, drop_last: bool = False
     ) -> None:
-        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
         self.rank, self.processes, self.drop_last = rank, processes, drop_last
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+        getattr(self.dataset, "set_epoch", lambda epoch: None)(epoch)
 
     def __len__(self) -> int:
-        return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
+        rows = len(self.dataset)
+        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch))
         for batch in order.split(self.batch_size)[: len(self)]:
             yield batch[self.rank :: self.processes].tolist()
-        self.epoch += 1
-
-
-class EpochLoader(DataLoader[Any]):
-    """A loader over [`EpochBatches`] that passes the epoch on to them and to a dataset of several views."""
-
-    def set_epoch(self, epoch: int) -> None:
-        for part in (self.batch_sampler, self.dataset):
-            set_epoch = getattr(part, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
 
 
 class ExpertProgressCallback(ProgressCallback):

@@ -5,38 +5,43 @@ from __future__ import annotations
 import copy
 import time
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import ProgressCallback
 from transformers.trainer_utils import HubStrategy, TrainOutput, has_length
 from transformers.utils import logging
 
 from ..data.collator import ImageCollator
+from ..data.feature_cache import FeatureDataset
 from ..data.sources import DatasetLike
 from ..data.task_stream import Task, TaskStream
 from ..hub.publishing import push_experts
 from ..hub.saving import load_experts
 from ..preprocessing import channels_of, check_processor
 from ..tuner.config import LucaConfig
-from ..tuner.head import find_head
 from ..tuner.model import quiet_peft, tuner_of
 from ..utils import pluralize
-from .arguments import CONFIG_RECIPES, ContinualTrainingArguments
+from .arguments import ContinualTrainingArguments
 from .batches import ExpertProgressCallback
-from .evaluation import StreamEvaluation
-from .figures import Accuracy, Record, numbers, task_line
-from .run_folder import RunFolder, run_settings
+from .evaluation import all_figures, decoded_by_collator, images_to_evaluate, measure, save_plots
+from .expert_trainer import ExpertTrainer
+from .figures import Accuracy, Measured, Record, numbers, task_line
+from .publishing import PublishingTrainer
+from .run_folder import RESULTS_FORMAT, RunFolder, run_settings
+from .stream_checks import check_arguments, check_task, make_template, task_seed
 from .task_features import TaskFeatures, print_line
-from .task_trainer import TaskTrainer, check_arguments, check_task, make_template, task_seed
 
 
 logger = logging.get_logger(__name__)
 
 
-class ContinualTrainer(StreamEvaluation):
+class ContinualTrainer(PublishingTrainer):
     """
     Teaches a frozen image classifier a stream of tasks: for each task it adds an expert, trains it with an
     [`ExpertTrainer`], saves it, and evaluates all classes seen so far.
@@ -69,32 +74,25 @@ class ContinualTrainer(StreamEvaluation):
         args = ContinualTrainingArguments("trainer_output") if args is None else args
         check_arguments(model, args, stream, processing_class, kwargs)
         assert isinstance(stream, TaskStream)
-        template, model = make_template(model, luca_config)
-        template.resolve(CONFIG_RECIPES[args.recipe])
-        template.widths(find_head(model.get_base_model() if isinstance(model, PeftModel) else model, template).width)
+        template, model = make_template(model, luca_config, args.recipe)
         for task in stream:
             check_task(task, model, args)
         if isinstance(model, PeftModel):
             tuner_of(model).layer.experts.prepared(args.make_router())  # raises if an expert lacks statistics
-        collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
         check_processor(processing_class, model)
-        self._task_arguments = {"compute_metrics": Accuracy(), **kwargs}
+        collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
+        kwargs.setdefault("compute_metrics", Accuracy())
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
-        super().__init__(
-            model=model,
-            args=args,
-            processing_class=processing_class,
-            data_collator=collator,
-            eval_dataset=[],
-            **self._task_arguments,
-        )
-        self._task_arguments.pop("callbacks", None)  # tasks share the handler's
+        given: dict[str, Any] = {"processing_class": processing_class, "data_collator": collator, "eval_dataset": []}
+        super().__init__(model=model, args=args, **given, **kwargs)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ExpertProgressCallback)
+        kwargs.pop("callbacks", None)  # tasks share the handler's
+        self._task_arguments = kwargs
         self.stream = stream
         self.luca_config = template
-        self.folder = RunFolder(self.args.output_dir, args.should_save)
-        self._task_features = TaskFeatures(stream, args, processing_class, collator.channels)
+        self.folder = RunFolder(str(args.output_dir), args.should_save)
+        self.task_features = TaskFeatures(stream, args, collator)
         self._records: list[Record] = []  # one per learned task, as results.json has them
         self._pushing: Future[Any] | None = None  # to the Hub, in the background
 
@@ -123,8 +121,8 @@ class ContinualTrainer(StreamEvaluation):
         """
         if isinstance(resume_from_checkpoint, str):
             raise ValueError(
-                f"a stream is resumed from args.output_dir ({self.args.output_dir}), task by task, not from "
-                f"the checkpoint {resume_from_checkpoint!r}. Call train() with the same output_dir."
+                f"a stream is resumed task by task from args.output_dir, not from {resume_from_checkpoint!r}. Call "
+                "train() with the same output_dir."
             )
         with self.folder.lock():
             self._resume(refuse=resume_from_checkpoint is False)
@@ -137,12 +135,9 @@ class ContinualTrainer(StreamEvaluation):
         steps = sum(output.global_step for output in outputs)
         loss = sum(output.training_loss * output.global_step for output in outputs) / max(steps, 1)
         seconds = sum(output.metrics["train_runtime"] for output in outputs)
-        metrics = {
-            "train_runtime": seconds,
-            "train_steps_per_second": round(steps / seconds, 3) if seconds else 0.0,
-            "total_flos": self.state.total_flos,
-            "train_loss": loss,
-        }
+        per_second = round(steps / seconds, 3) if seconds else 0.0
+        metrics = {"train_runtime": seconds, "train_steps_per_second": per_second, "train_loss": loss}
+        metrics["total_flos"] = self.state.total_flos
         return TrainOutput(steps, loss, metrics | numbers(self._figures()))
 
     def train_task(self, task: Task | DatasetLike, name: str | None = None) -> TrainOutput:
@@ -155,10 +150,6 @@ class ContinualTrainer(StreamEvaluation):
 
         Returns:
             [`~transformers.trainer_utils.TrainOutput`]: That of the task's [`ExpertTrainer`].
-
-        Raises:
-            ValueError: the task has been learned, or the model has an expert of its name.
-            RuntimeError, FloatingPointError: see [`~ContinualTrainer.train`].
         """
         with self.folder.lock():
             self._resume()
@@ -190,31 +181,50 @@ class ContinualTrainer(StreamEvaluation):
             for split in ("train", "test"):  # an image that cannot be read stops the task before it is trained
                 if split == "train" or task.test is not None:
                     self.features(task, split)
-            self._task_features.check_classes(self.tuner, task)
-            trainer = TaskTrainer(self, task)
-            try:
-                output = trainer.train()
-            finally:
-                self.state.log_history += [
-                    dict[str, Any](entry, task=task.name) for entry in trainer.state.log_history
-                ]
-            self.state.global_step += trainer.state.global_step
-            self.state.max_steps += trainer.state.max_steps
-            self.state.total_flos += trainer.state.total_flos
+            self.task_features.check_classes(self.tuner, task)
+            output = self._train_expert(task)
             self.tuner.set_requires_grad(task.name, False)
             self._set_router()
             self._finish(task, output, time.perf_counter() - started)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self.is_world_process_zero():
-                logger.warning(
-                    f"Interrupted: {len(self._records)} of {len(self.stream)} tasks are finished, and kept in "
-                    f"{self.args.output_dir}. To go on, call train() again, or start again with the same output_dir "
-                    "and the backbone loaded anew."
-                )
+                done = f"{len(self._records)} of {len(self.stream)} tasks are finished and kept"
+                logger.warning(f"Interrupted: {done} in {self.args.output_dir}. Call train() again to go on.")
             if task.name not in self._learned:
                 self._drop_expert(task)
-                self._task_features.forget(task)
+                # Another task may come under the name.
+                self.task_features = TaskFeatures(self.stream, self.args, self.task_features.collator)
             raise
+        return output
+
+    def _train_expert(self, task: Task) -> TrainOutput:
+        args = copy.copy(self.args)
+        args.seed = task_seed(args.seed, task.classes)
+        args.report_to, args.push_to_hub = [], False  # the run's callbacks report, and the run pushes
+        get = partial(self.task_features.get_own, self.tuner, task)
+        train_dataset, collator = self.task_features.training_data(self.tuner, task)
+        if isinstance(train_dataset, FeatureDataset):  # rows of a memory map need no workers
+            args.dataloader_num_workers, args.dataloader_prefetch_factor = 0, None
+            args.dataloader_persistent_workers, args.dataloader_multiprocessing_context = False, None
+        trainer = ExpertTrainer(
+            self.model,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=get("test") if args.eval_strategy != "no" else None,
+            expert=task.name,
+            processing_class=self.processing_class,
+            data_collator=collator,
+            features=get("train"),
+            **self._task_arguments,
+        )
+        trainer.callback_handler.callbacks = self.callback_handler.callbacks
+        trainer.earlier_steps = self.state.global_step
+        try:
+            output = trainer.train()
+        finally:
+            self.state.log_history += [dict[str, Any](entry, task=task.name) for entry in trainer.state.log_history]
+        for name in ("global_step", "max_steps", "total_flos"):
+            setattr(self.state, name, getattr(self.state, name) + getattr(trainer.state, name))
         return output
 
     def _add_expert(self, task: Task) -> None:
@@ -235,12 +245,12 @@ class ContinualTrainer(StreamEvaluation):
             "classes": list(task.classes),
             "train_images": len(task.train) if has_length(task.train) else None,
             "test_images": len(task.test) if task.test is not None else 0,
-            "skipped_images": self._task_features.skipped(task),
+            "skipped_images": self.task_features.skipped(task),
             "steps": output.global_step,
             "train_loss": output.training_loss,
             "seconds": round(seconds, 3),
         }
-        record.update(self._measure([*self._records, record]))
+        record |= measure(self.tuner, self.task_features, [*self._records, record])
         self._records.append(record)
         figures = self._figures()
         try:
@@ -248,7 +258,6 @@ class ContinualTrainer(StreamEvaluation):
         except BaseException:
             self._records.pop()  # a task is learned once it is on the disk
             raise
-        self._sync_labels()
         self._push_learned()
         line = task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes))
         print_line(self.args, line)
@@ -271,9 +280,6 @@ class ContinualTrainer(StreamEvaluation):
 
         Args:
             adapter_name (`str`): The task.
-
-        Raises:
-            ValueError: there is no such expert, or it is the only one.
         """
         with self.folder.lock():
             self._resume()
@@ -281,10 +287,75 @@ class ContinualTrainer(StreamEvaluation):
                 raise ValueError(f"there is no expert {adapter_name!r} to delete.")
             self.model.delete_adapter(adapter_name)
             self._set_router()
-            self._sync_labels()
             if adapter_name in self._learned:
-                self._records[-1].update(self._measure(self._records))
+                self._records[-1] |= measure(self.tuner, self.task_features, self._records)
                 self.folder.delete_expert(adapter_name, self.results())
+
+    # ---- evaluating ----------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, Any]:
+        """
+        Accuracy over all classes seen so far, with the router that is set now, and the accuracy matrix. If it is not
+        the router of the run, there is only the last row, and no figure that compares stages.
+
+        Args:
+            eval_dataset (`datasets.Dataset` or `str`, *optional*):
+                Images with global labels in the column `labels`, or the name of a task, to evaluate in place of the
+                test images of all tasks; or a `dict` of datasets.
+
+        Returns:
+            `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
+        """
+        eval_dataset = images_to_evaluate(self.stream, eval_dataset)
+        if eval_dataset is not None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if not self._records:
+            raise ValueError("there is nothing to evaluate: no task has been learned. Call train() first.")
+        figures = self._figures(measure(self.tuner, self.task_features, self._records))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        matrix = metrics.pop(f"{metric_key_prefix}_accuracy_matrix")
+        self.log(numbers(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return {**metrics, f"{metric_key_prefix}_accuracy_matrix": matrix}
+
+    def features(self, task: Task, split: str) -> FeatureDataset:
+        """
+        [CLS] of the `"train"` or `"test"` images of a task of the stream, `features` (images, d), with the stream's
+        global labels, computed once and kept in `args.features_cache_dir`. With several processes all must call it.
+        """
+        return self.task_features.get(self.tuner, task, split)
+
+    def results(self) -> dict[str, Any]:
+        """What `results.json` holds: the run's settings, each task as it was learned, and the figures."""
+        return {
+            "format": RESULTS_FORMAT,
+            "settings": run_settings(self.args, self.luca_config),
+            "classes": list(self.stream.classes),
+            "tasks": [r if r["name"] in self.tuner.experts else {**r, "deleted": True} for r in self._records],
+            **self._figures(),
+        }
+
+    def save_plots(self) -> list[Path]:
+        """
+        Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
+        the run logs to it. Returns the files. With several processes all must call it; the first one draws.
+        """
+        return save_plots(self)
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """As [`~transformers.Trainer.log_metrics`]; lists and figures that were not measured are left out."""
+        super().log_metrics(split, numbers(metrics))
+
+    def _figures(self, last: Measured | None = None) -> dict[str, Any]:
+        return all_figures(self.tuner, self.args, self._records, last) if self._records else {}
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        return super().get_eval_dataloader(decoded_by_collator(self.stream, eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        return super().get_test_dataloader(decoded_by_collator(self.stream, test_dataset))
 
     # ---- resuming and saving -------------------------------------------------------------------------------------
 
@@ -306,7 +377,6 @@ class ContinualTrainer(StreamEvaluation):
         self._records = records
         self.state.global_step = sum(record["steps"] for record in records)
         self._set_router()
-        self._sync_labels()
         count = pluralize(len(self.stream), "task")
         print_line(self.args, f"resuming after {len(records)} of {count} found in {self.folder.path}")
 
@@ -314,7 +384,11 @@ class ContinualTrainer(StreamEvaluation):
         self.model = self.model_wrapped = self.callback_handler.model = model
 
     def _set_router(self) -> None:
+        """Sets the router of the run. Images have the stream's labels, the model's logits the order of its experts."""
         self.tuner.set_router(self.args.make_router())
+        places = {name: i for i, name in enumerate(self.tuner.classes)}
+        ids = {i: places[name] for i, name in enumerate(self.stream.classes) if name in places}
+        self.data_collator.label_ids = ids
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # A collection of experts: safetensors and JSON only, no pickled arguments as Trainer writes them.
@@ -329,14 +403,8 @@ class ContinualTrainer(StreamEvaluation):
     def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
         if self._pushing is not None:
             self._pushing.exception()  # wait; this push carries all that an earlier one did
-        return push_experts(
-            self.model,
-            repo_id,
-            blocking=blocking,
-            processing_class=self.processing_class,
-            results=self._results(),
-            **kwargs,
-        )
+        kwargs |= {"processing_class": self.processing_class, "results": self._results()}
+        return push_experts(self.model, repo_id, blocking=blocking, **kwargs)
 
     def _push_learned(self) -> None:
         """Pushes in the background, unless an earlier push is still running: the next one carries this task too."""

@@ -1,180 +1,82 @@
-"""How a [`ContinualTrainer`] evaluates the tasks of its stream."""
+"""What a [`ContinualTrainer`] does with the images that it evaluates, and with all that it has measured."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from torch.utils.data import DataLoader
 
 from .. import visualization
-from ..data.feature_cache import FeatureDataset
-from ..data.task_stream import Task, TaskStream
+from ..data.task_stream import TaskStream
 from ..preprocessing import undecoded
-from ..tuner.config import LucaConfig
-from ..tuner.model import LucaModel, tuner_of
-from .figures import COMPARING_STAGES, Measured, Record, measure_stage, numbers, run_figures
-from .publishing import PublishingTrainer
-from .run_folder import RESULTS_FORMAT, RunFolder, run_settings
+from ..tuner.model import LucaModel
+from .figures import COMPARING_STAGES, Measured, Record, measure_stage, run_figures
 from .task_features import TaskFeatures
 
 
-class StreamEvaluation(PublishingTrainer):
-    """The part of [`ContinualTrainer`] that evaluates the tasks of its stream."""
+def measure(tuner: LucaModel, features: TaskFeatures, records: Sequence[Record]) -> Measured:
+    """What the model reaches on the learned tasks, computed by one process for all."""
+    names, args = [record["name"] for record in records], features.args
+    tests, measured = features.tests(tuner, names), None
+    tuner.eval()
+    if args.process_index == 0:
+        measured = measure_stage(tuner, names, tests, args.device, whole=args.routing_scope == "batch")
+    (measured,) = broadcast_object_list([measured])
+    return measured
 
-    # What Trainer declares for every kind of model and data, and what this one has.
-    model: Any
-    args: Any
-    data_collator: Any
-    processing_class: Any
-    stream: TaskStream
-    luca_config: LucaConfig
-    folder: RunFolder
-    _task_features: TaskFeatures
-    _records: list[Record]
-    _task_arguments: dict[str, Any]
 
-    @property
-    def tuner(self) -> LucaModel:
-        """The model's LuCA tuner, once there is an expert."""
-        return tuner_of(self.model)
+def all_figures(tuner: LucaModel, args: Any, records: list[Record], last: Measured | None = None) -> dict[str, Any]:
+    """
+    The figures of the run. Its last row may be measured again: if that is with another router, earlier stages cannot
+    be compared with it.
+    """
+    has_shared_classes = bool(records) and sum(map(len, tuner.experts.values())) > len(tuner.classes)
+    figures = run_figures(records, last, has_shared_classes)
+    if last is not None and tuner.router != args.make_router():
+        unknown = [[None] * len(records)] * (len(records) - 1)
+        figures["accuracy_matrix"] = [*unknown, last["accuracy"]]
+        for name in COMPARING_STAGES:
+            figures.pop(name, None)
+    return figures
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, Any]:
-        """
-        Accuracy over all classes seen so far, with the router that is set now, and the accuracy matrix. If it is not
-        the router of the run, there is only the last row, and no figure that compares stages.
 
-        Args:
-            eval_dataset (`datasets.Dataset` or `str`, *optional*):
-                Images with global labels in the column `labels`, or the name of a task, to evaluate in place of the
-                test images of all tasks; or a `dict` of datasets.
-
-        Returns:
-            `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
-        """
-        if isinstance(eval_dataset, str):
-            tests = {task.name: task.test for task in self.stream if task.test is not None}
-            if eval_dataset not in tests:
-                raise ValueError(f"there is no task {eval_dataset!r} with test images, only {', '.join(tests)}.")
-            eval_dataset = tests[eval_dataset]
-        columns = getattr(eval_dataset, "column_names", None)
-        if columns is not None and "labels" not in columns:
-            raise ValueError(
-                f"eval_dataset has the columns {columns}, but needs its global labels in a column "
-                "'labels': stream.classes.index(name) of each image's class."
-            )
-        if eval_dataset is not None:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        if not self._records:
-            raise ValueError("there is nothing to evaluate: no task has been learned. Call train() first.")
-        last = self._measure(self._records)
-        figures = self._figures(last)
-        if self.tuner.router != self.args.make_router():
-            # Earlier stages were measured with another router and cannot be compared with this one.
-            unknown = [[None] * len(self._records)] * (len(self._records) - 1)
-            figures["accuracy_matrix"] = [*unknown, last["accuracy"]]
-            for name in COMPARING_STAGES:
-                figures.pop(name, None)
-        matrix = figures.pop("accuracy_matrix")
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
-        self.log(numbers(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return {**metrics, f"{metric_key_prefix}_accuracy_matrix": matrix}
-
-    def features(self, task: Task, split: str) -> FeatureDataset:
-        """
-        [CLS] of a task's images with the stream's global labels, computed once and kept in `args.features_cache_dir`.
-        With several processes each computes a part, so all must call it.
-
-        Args:
-            task ([`Task`]): A task of the stream.
-            split (`str`): `"train"` or `"test"`.
-
-        Returns:
-            [`FeatureDataset`]: `features` (images, d), in `args.features_dtype`, `labels` (images,), on the CPU.
-        """
-        return self._task_features.get(self.tuner, task, split)
-
-    def results(self) -> dict[str, Any]:
-        """What `results.json` holds: the run's settings, each task as it was learned, and the figures."""
-        return {
-            "format": RESULTS_FORMAT,
-            "settings": run_settings(self.args, self.luca_config),
-            "classes": list(self.stream.classes),
-            "tasks": [r if r["name"] in self.tuner.experts else {**r, "deleted": True} for r in self._records],
-            **self._figures(),
-        }
-
-    def save_plots(self) -> list[Path]:
-        """
-        Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
-        the run logs to it. With several processes all must call it.
-
-        Returns:
-            `list[Path]`: The files; none on all processes but the first.
-        """
-        tests = self._tests(list(self.tuner.experts))
-        images = {
-            task.name: self._task_features.images(self.tuner, task, "test")[self.stream.image_column]
-            for task in self.stream
-            if task.name in tests
-        }
-        if not self.is_world_process_zero():
-            return []
-        files = []
-        for name, figure in visualization.of_a_run(self.results(), self.model, tests, images):
-            files.append(self.folder.save_figure(name, figure))
-            for callback in self.callback_handler.callbacks:
+def save_plots(trainer: Any) -> list[Path]:
+    """Draws the plots of a run into its folder and into TensorBoard."""
+    tuner, features, files = trainer.tuner, trainer.task_features, []
+    tests = features.tests(tuner, tuner.experts)
+    tasks = [task for task in trainer.stream if task.name in tests]
+    images = {task.name: features.images(tuner, task, "test")[trainer.stream.image_column] for task in tasks}
+    if trainer.is_world_process_zero():
+        for name, figure in visualization.of_a_run(trainer.results(), trainer.model, tests, images):
+            files.append(trainer.folder.save_figure(name, figure))
+            for callback in trainer.callback_handler.callbacks:
                 if getattr(callback, "tb_writer", None) is not None:
-                    callback.tb_writer.add_figure(f"plots/{name}", figure, self.state.global_step)
-        return files
+                    callback.tb_writer.add_figure(f"plots/{name}", figure, trainer.state.global_step)
+    return files
 
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """As [`~transformers.Trainer.log_metrics`]; lists and figures that were not measured are left out."""
-        super().log_metrics(split, numbers(metrics))
 
-    def _tests(self, names: list[str]) -> dict[str, FeatureDataset]:
-        """Task → [CLS] of its test images, with its expert's own labels. Every process computes a part."""
-        tasks = [task for task in self.stream if task.name in names and task.name in self.tuner.experts]
-        get = self._task_features.get_own
-        return {task.name: get(self.tuner, task, "test") for task in tasks if task.test is not None}
+def images_to_evaluate(stream: TaskStream, dataset: Any) -> Any:
+    """A dataset, or the test images of the task of that name; `None` for those of all tasks."""
+    if isinstance(dataset, str):
+        tests = {task.name: task.test for task in stream if task.test is not None}
+        if dataset not in tests:
+            raise ValueError(f"there is no task {dataset!r} with test images, only {', '.join(tests)}.")
+        return tests[dataset]
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None and "labels" not in columns:
+        raise ValueError(
+            f"eval_dataset has the columns {columns}, but needs its global labels in a column 'labels': "
+            "stream.classes.index(name) of each image's class."
+        )
+    return dataset
 
-    def _measure(self, records: list[Record]) -> Measured:
-        """What a stage reaches, computed by one process for all."""
-        names = [record["name"] for record in records]
-        tests, measured = self._tests(names), None
-        self.model.eval()
-        if self.is_world_process_zero():
-            whole = self.args.routing_scope == "batch"
-            measured = measure_stage(self.tuner, names, tests, self.args.device, whole)
-        (measured,) = broadcast_object_list([measured])
-        return measured
 
-    def _figures(self, last: Measured | None = None) -> dict[str, Any]:
-        """All figures of the run, whose last row may be measured again."""
-        shared = bool(self._records) and sum(map(len, self.tuner.experts.values())) > len(self.tuner.classes)
-        return run_figures(self._records, last, shared)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        return super().get_eval_dataloader(self._undecoded(eval_dataset))
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        return super().get_test_dataloader(self._undecoded(test_dataset))
-
-    def _undecoded(self, dataset: Any) -> Any:
-        """Images that our own collator decodes, unless the dataset has a transform of its own."""
-        column, columns = self.stream.image_column, getattr(dataset, "column_names", None)
-        if columns is not None and column not in columns:
-            raise ValueError(f"the dataset has the columns {columns}, but needs its images in a column {column!r}.")
-        transformed = isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
-        return dataset if transformed else undecoded(dataset, column)
-
-    def _sync_labels(self) -> None:
-        """Images that are evaluated have the stream's labels, the model's logits the order of its experts."""
-        places = {name: i for i, name in enumerate(self.tuner.classes)}
-        self.data_collator.label_ids = {
-            i: places[name] for i, name in enumerate(self.stream.classes) if name in places
-        }
+def decoded_by_collator(stream: TaskStream, dataset: Any) -> Any:
+    """Images that our own collator decodes, unless the dataset has a transform of its own."""
+    column, columns = stream.image_column, getattr(dataset, "column_names", None)
+    if columns is not None and column not in columns:
+        raise ValueError(f"the dataset has the columns {columns}, but needs its images in a column {column!r}.")
+    has_transform = isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
+    return dataset if has_transform else undecoded(dataset, column)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,17 +18,18 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 
 from ..data.collator import ImageCollator
-from ..data.feature_cache import FeatureDataset, FeatureExtractor
+from ..data.feature_cache import FeatureDataset
 from ..hub.publishing import push_expert
 from ..hub.saving import save_expert
 from ..hub.validation import MAX_NUMBER
-from ..preprocessing import channels_of, undecoded
+from ..preprocessing import channels_of
 from ..tuner.model import LucaModel, tuner_of
 from .arguments import ContinualTrainingArguments
-from .batches import BatchCollator, EpochBatches, EpochLoader, ExpertProgressCallback
+from .batches import EpochBatches, ExpertProgressCallback, collate
 from .figures import Accuracy
 from .publishing import PublishingTrainer
 from .sparsity import soft_threshold
+from .task_features import make_extractor
 
 
 class ExpertModule(nn.Module):
@@ -45,18 +46,13 @@ class ExpertModule(nn.Module):
 
     def __init__(self, tuner: LucaModel, expert: str, all_classes: bool = False) -> None:
         super().__init__()
-        self.expert = expert
+        self.expert, self.all_classes = expert, all_classes
+        parameters = tuner.layer.named_parameters()
         self.expert_parameters = nn.ParameterList(
-            parameter
-            for name, parameter in tuner.layer.named_parameters()
-            if name.split(".")[1] == expert and parameter.requires_grad
+            parameter for name, parameter in parameters if name.split(".")[1] == expert and parameter.requires_grad
         )
-        # Bound methods: a submodule would bring the parameters of the backbone and of the other experts.
-        self._pooled_features = tuner.pooled_features
-        self._logits: Callable[[Tensor], Tensor] = lambda z: tuner.expert_logits(z, expert)
-        if all_classes:
-            self._logits = lambda z: tuner.scores(z, [expert])[:, 0]
-        self._dtype = tuner.backbone.dtype
+        # In a tuple: a submodule would bring the parameters of the backbone and of the other experts.
+        self._tuner, self._dtype = (tuner,), tuner.backbone.dtype
 
     def forward(
         self,
@@ -69,12 +65,15 @@ class ExpertModule(nn.Module):
         [CLS] vectors `(batch, d)`, or images `(batch, channels, height, width)`, and labels `(batch,)` → logits, and
         their cross-entropy as the mean over the batch, or over `num_items_in_batch` images.
         """
+        (tuner,) = self._tuner
         if features is None:
-            if pixel_values is None:
-                raise ValueError("a batch must hold features or pixel_values, got neither.")
+            assert pixel_values is not None, "a batch must hold features or pixel_values"
             with torch.no_grad():
-                features = self._pooled_features(pixel_values.to(self._dtype))
-        logits = self._logits(features)
+                features = tuner.pooled_features(pixel_values.to(self._dtype))
+        if self.all_classes:
+            logits = tuner.scores(features, [self.expert])[:, 0]
+        else:
+            logits = tuner.expert_logits(features, self.expert)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if labels is None:
             return ImageClassifierOutput(logits=logits)
@@ -99,34 +98,30 @@ class ExpertTrainer(PublishingTrainer):
         eval_dataset ([`FeatureDataset`], `datasets.Dataset` or a `dict` of them, *optional*): The same.
         expert (`str`, *optional*): The expert to train; the active one by default. It becomes the active one.
         processing_class (`BaseImageProcessor`, *optional*): The backbone's image processor. Needed for images.
+        data_collator (`Callable`, *optional*):
+            Makes batches of images, in place of an [`ImageCollator`]. With `augmentation=True` pass one that augments.
         features ([`FeatureDataset`], *optional*):
             [CLS] of the training images without augmentation, for class means and statistics. Computed by default.
         new_expert (`bool`, *optional*, defaults to `True`): `False` continues the training of an expert as it is.
         kwargs:
             Other arguments of [`~transformers.Trainer`], as documented there. `compute_loss_func` replaces the
             cross-entropy; the ℓ1 penalty is added to it.
-
-    Raises:
-        ValueError: an argument does not fit.
     """
 
-    # What Trainer declares for every kind of model and data, and what this one has.
-    model: Any
-    args: Any
-    data_collator: Any
     optimizer: Any
     train_dataset: Any
     expert: str
 
     def __init__(
         self,
-        model: PeftModel | None = None,
+        model: PeftModel,
         args: ContinualTrainingArguments | None = None,
         *,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         expert: str | None = None,
         processing_class: Any = None,
+        data_collator: Any = None,
         features: FeatureDataset | None = None,
         new_expert: bool = True,
         **kwargs: Any,
@@ -135,14 +130,17 @@ class ExpertTrainer(PublishingTrainer):
         if not isinstance(args, ContinualTrainingArguments):
             raise ValueError(f"args must be ContinualTrainingArguments, got {type(args).__name__}.")
         if kwargs.get("model_init") is not None:
+            raise ValueError("model_init cannot be used here: make a model and an ExpertTrainer for each trial.")
+        tuner = tuner_of(model)
+        if expert is not None:
+            model.set_adapter(expert)
+        elif tuner.router is not None or not any(parameter.requires_grad for parameter in tuner.parameters()):
             raise ValueError(
-                "model_init makes a model for each train() of one trainer, but an ExpertTrainer is made for one "
-                "training. Pass model, and make a trainer for each trial."
+                f"no expert of the model is active and trainable. Pass expert=, one of {', '.join(tuner.experts)}."
             )
-        if model is None:
-            raise ValueError("model must be a PeftModel with the expert, got None. Make one with get_peft_model.")
-        self.expert = _activate(model, expert)
+        self.expert = expert or str(tuner.active_adapters[0])
         self.new_expert = new_expert
+        self.earlier_steps = 0  # of earlier tasks, whose logs this training's follow
         self._features = features
         self._module: Any = None
         self._loss_parts: dict[str, Tensor] = {}
@@ -161,15 +159,19 @@ class ExpertTrainer(PublishingTrainer):
         self.model_accepts_loss_kwargs = True
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ExpertProgressCallback)
-        self._set_collators(kwargs.get("data_collator"))
-        self._check_optimizer()
-        if args.negatives == "seen":
-            self._all_classes_ids = self.tuner.layer.label_space.own[self.expert]
+        self._set_collators(data_collator)
+        held = {id(p) for group in getattr(self.optimizer, "param_groups", ()) for p in group["params"]}
+        if held and not any(id(p) in held for p in self.model.parameters() if p.requires_grad):
+            raise ValueError(
+                f"optimizers holds no trainable parameter of expert {self.expert!r}. Make the optimizer of "
+                "[p for p in model.parameters() if p.requires_grad], or use optimizer_cls_and_kwargs."
+            )
 
-    @property
-    def tuner(self) -> LucaModel:
-        """The model's LuCA tuner."""
-        return tuner_of(self.model)
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        # From "cpu" to "cpu:0" torch would copy the backbone, and its facts would be computed again.
+        places = {(parameter.device.type, parameter.device.index or 0) for parameter in model.parameters()}
+        if places != {(device.type, device.index or 0)}:
+            super()._move_model_to_device(model, device)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """
@@ -178,8 +180,13 @@ class ExpertTrainer(PublishingTrainer):
         Raises:
             FloatingPointError: a loss or a weight is not a finite number.
         """
+        tuner, config = self.tuner, self.tuner.peft_config[self.expert]
         if self.new_expert:
-            self._prepare_expert()
+            if config.reference or tuner.backbone.image_size is not None:
+                # An expert that does not standardize by it has it as well: it identifies the backbone.
+                tuner.compute_reference(self.expert)
+            if config.init_rows == "class_means":
+                self._set_rows_to_class_means(adapted=False)
             self.new_expert = False
         seed = enable_full_determinism if self.args.full_determinism else set_seed
         seed(self.args.seed)
@@ -190,25 +197,12 @@ class ExpertTrainer(PublishingTrainer):
             self._set_rows_to_class_means(adapted=True)
         if self.args.statistics:
             data, rank = self._plain_features(), self.args.statistics_rank
-            self.tuner.collect_statistics(
-                self.expert,
-                data.features,
-                data.labels,
-                None if rank < 0 else rank,
-                self.args.statistics_random_features,
-            )
-        for name, tensor in self.tuner.layer.tensors(self.expert).items():
+            rank, random_features = (None if rank < 0 else rank), self.args.statistics_random_features
+            tuner.collect_statistics(self.expert, data.features, data.labels, rank, random_features)
+        for name, tensor in tuner.layer.tensors(self.expert).items():
             if not (tensor.abs() <= MAX_NUMBER).all():  # what is saved can be loaded again
                 self._refuse_numbers(f"{name} holds numbers that are not finite, or above {MAX_NUMBER:g}", 0)
         return output
-
-    def _prepare_expert(self) -> None:
-        config = self.tuner.peft_config[self.expert]
-        if config.reference or self.tuner.backbone.image_size is not None:
-            # An expert that does not standardize by it has it as well: it identifies the backbone.
-            self.tuner.compute_reference(self.expert)
-        if config.init_rows == "class_means":
-            self._set_rows_to_class_means(adapted=False)
 
     def _set_rows_to_class_means(self, adapted: bool) -> None:
         data = self._plain_features()
@@ -222,46 +216,27 @@ class ExpertTrainer(PublishingTrainer):
         return self._features
 
     def _extract(self, dataset: Any) -> FeatureDataset:
-        args, dtype = self.args, self.tuner.backbone.dtype
-        extract = FeatureExtractor(
-            lambda pixels: self.tuner.pooled_features(pixels.to(args.device, dtype)),
-            self.image_collator(dataset),
-            args.per_device_eval_batch_size,
-            args.dataloader_num_workers,
-            args.features_dtype,
-            args.on_bad_image,
-            disable_tqdm=args.disable_tqdm,
-        )
+        extract = make_extractor(self.tuner, self._image_collator(dataset), self.args)
         return extract(dataset, description=f"{self.expert}: [CLS] of the training images")
 
     # ---- data ----------------------------------------------------------------------------------------------------
 
-    def _set_collators(self, given: Any) -> None:
+    def _set_collators(self, images: Any) -> None:
         """Collators of training and of evaluation, which differ by the augmentation."""
-        evaluated = list(self.eval_dataset.values()) if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-        images = [
-            data for data in (self.train_dataset, *evaluated) if not isinstance(data, (FeatureDataset, type(None)))
-        ]
-        if given is not None and images and self.args.augmentation:
+        evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        of_images = [d for d in (self.train_dataset, *evaluated) if not isinstance(d, FeatureDataset | None)]
+        augmented = images
+        if images is None and of_images:
+            images = self._image_collator(of_images[0])
+            augmented = replace(images, augmentation=bool(self.args.augmentation))
+        elif of_images and self.args.augmentation and not getattr(images, "augmentation", False):
             raise ValueError(
                 "augmentation=True is done by the default data_collator, and yours would take its place. Set "
                 "augmentation=False, and augment in your data_collator."
             )
-        self.data_collator = self._train_collator = BatchCollator(given)
-        if given is not None or not images:
-            return
-        self.data_collator = BatchCollator(self.image_collator(images[0]))
-        self._train_collator = BatchCollator(self.image_collator(images[0], bool(self.args.augmentation)))
-        column = self.data_collator.images.image_column
-        if not isinstance(self.train_dataset, FeatureDataset):
-            self.train_dataset = undecoded(self.train_dataset, column)
-        if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {name: undecoded(data, column) for name, data in self.eval_dataset.items()}
-        elif not isinstance(self.eval_dataset, FeatureDataset):
-            self.eval_dataset = undecoded(self.eval_dataset, column)
+        self.data_collator, self._train_collator = partial(collate, images=images), partial(collate, images=augmented)
 
-    def image_collator(self, dataset: Any, augmentation: bool = False) -> ImageCollator:
-        """The collator of a dataset's images, unless `data_collator` was given."""
+    def _image_collator(self, dataset: Any) -> ImageCollator:
         features = getattr(dataset, "features", None) or {}
         columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
         if len(columns) != 1 or "labels" not in features or self.processing_class is None:
@@ -276,27 +251,28 @@ class ExpertTrainer(PublishingTrainer):
                 f"the dataset's labels are {names}, but the classes of expert {self.expert!r} are {classes}. Call "
                 "dataset.align_labels_with_mapping({name: i for i, name in enumerate(classes)}, 'labels')."
             )
-        channels = channels_of(self.model)
-        return ImageCollator(self.processing_class, columns[0], augmentation=augmentation, channels=channels)
+        return ImageCollator(self.processing_class, columns[0], channels=channels_of(self.model))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        args: Any = self.args
+        args = self.args
         dataset: Any = self.train_dataset
-        if args.train_sampling_strategy != "random" or dataset is None or not has_length(dataset):
-            return super().get_train_dataloader()
+        if args.train_sampling_strategy != "random" or not has_length(dataset):
+            plain, self.data_collator = self.data_collator, self._train_collator
+            loader = super().get_train_dataloader()
+            self.data_collator = plain
+            return loader
         processes = self.accelerator.num_processes
-        whole_batch = self._train_batch_size * processes
-        if args.dataloader_drop_last and len(dataset) < whole_batch:
+        batch_size = self._train_batch_size * processes
+        seed = args.seed if args.data_seed is None else args.data_seed
+        batches = EpochBatches(dataset, batch_size, seed, args.process_index, processes, args.dataloader_drop_last)
+        if not len(batches):
             raise ValueError(
-                f"expert {self.expert!r} has {len(dataset)} images, fewer than a batch of {whole_batch}, and "
+                f"expert {self.expert!r} has {len(dataset)} images, fewer than a batch of {batch_size}, and "
                 "dataloader_drop_last leaves none. Set it to False, or take smaller batches."
             )
-        seed = args.seed if args.data_seed is None else args.data_seed
-        return EpochLoader(
-            self.train_dataset,
-            batch_sampler=EpochBatches(
-                len(dataset), whole_batch, seed, args.process_index, processes, args.dataloader_drop_last
-            ),
+        loader: Any = DataLoader(
+            dataset,
+            batch_sampler=batches,
             collate_fn=self._train_collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
@@ -305,12 +281,14 @@ class ExpertTrainer(PublishingTrainer):
             multiprocessing_context=args.dataloader_multiprocessing_context,
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
         )
+        loader.set_epoch = batches.set_epoch  # Trainer calls it
+        return loader
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)
         if self.args.negatives == "seen" and "labels" in inputs:  # positions among the classes of all experts
-            labels = inputs["labels"]
-            inputs["labels"] = torch.where(labels < 0, labels, self._all_classes_ids[labels.clamp(min=0)])
+            labels, ids = inputs["labels"], self.tuner.layer.label_space.own[self.expert]
+            inputs["labels"] = torch.where(labels < 0, labels, ids[labels.clamp(min=0)])
         return inputs
 
     # ---- the loss and its steps ----------------------------------------------------------------------------------
@@ -356,33 +334,18 @@ class ExpertTrainer(PublishingTrainer):
         optimizer = super().create_optimizer(model)
         if self.args.l1_proximal and not self._has_proximal_step:
             if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam)):  # AdamW is an Adam
-                raise ValueError(
-                    f"l1_proximal needs the step size of the optimizer, which is known for SGD, Adam and AdamW, not "
-                    f"for {type(optimizer).__name__}."
-                )
+                name = type(optimizer).__name__
+                raise ValueError(f"l1_proximal needs the step size of SGD, Adam or AdamW, got the optimizer {name}.")
             parameters = list(self.tuner.layer.luca_parameters(self.expert).values())
             weight = self.args.l1_weight or 0.0
             optimizer.register_step_post_hook(lambda stepped, *_: soft_threshold(stepped, parameters, weight))
             self._has_proximal_step = True
         return optimizer
 
-    def _check_optimizer(self) -> None:
-        """An optimizer of other parameters would train nothing."""
-        if self.optimizer is None:
-            return
-        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        if not any(id(parameter) in held for parameter in self.model.parameters() if parameter.requires_grad):
-            raise ValueError(
-                f"optimizers holds no trainable parameter of expert {self.expert!r}. Make the optimizer of "
-                "[p for p in model.parameters() if p.requires_grad], or use optimizer_cls_and_kwargs."
-            )
-
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not self.args.schedule_per_epoch or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        batches = len(self.train_dataset) / (self.args.train_batch_size * self.args.world_size)
-        batches = math.floor(batches) if self.args.dataloader_drop_last else math.ceil(batches)
-        per_epoch = math.ceil(batches / self.args.gradient_accumulation_steps)
+        per_epoch = math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
         epochs = math.ceil(num_training_steps / per_epoch)
 
         def factor(step: int) -> float:
@@ -399,8 +362,11 @@ class ExpertTrainer(PublishingTrainer):
         if "loss" in logs and self._loss_steps:
             parts = {name: self.accelerator.reduce(part, "mean") for name, part in self._loss_parts.items()}
             logs |= {name: float(part) / self._loss_steps for name, part in parts.items()}
+            logs[f"{self.expert}/loss"] = logs["loss"]  # a curve for each task, beside the one of the run
             self._loss_parts, self._loss_steps = {}, 0.0
+        self.state.global_step += self.earlier_steps
         super().log(logs, start_time)
+        self.state.global_step -= self.earlier_steps
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         output = super().prediction_step(model, inputs, *args, **kwargs)
@@ -418,21 +384,5 @@ class ExpertTrainer(PublishingTrainer):
 
     def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
         if not blocking:
-            raise ValueError(
-                "blocking=False is for collections: an ExpertTrainer pushes one expert, and waits for it."
-            )
+            raise ValueError("blocking=False is for collections: an ExpertTrainer waits for the push of its expert.")
         return push_expert(self.model, self.expert, repo_id, **kwargs)
-
-
-def _activate(model: Any, expert: str | None) -> str:
-    """Makes an expert the active one, and returns its name."""
-    tuner = tuner_of(model)
-    if expert is None:
-        expert = str(tuner.active_adapters[0])
-        if tuner.router is not None or not any(parameter.requires_grad for parameter in tuner.parameters()):
-            raise ValueError(
-                f"no expert of the model is active and trainable. Pass expert=, one of {', '.join(tuner.experts)}."
-            )
-    else:
-        model.set_adapter(expert)
-    return expert

@@ -8,11 +8,8 @@ from typing import Any
 from transformers import Trainer
 
 from ..hub.model_card import CARD_NAME, CardFacts, make_card
-from ..tuner.model import tuner_of
+from ..tuner.model import LucaModel, tuner_of
 from ..utils import explain_write_errors
-
-
-TASK = "image-classification"
 
 
 class PublishingTrainer(Trainer):
@@ -21,9 +18,17 @@ class PublishingTrainer(Trainer):
     files. A subclass defines `_push`, and the one `expert` that it publishes, or the `_results` of its run.
     """
 
+    # What Trainer declares for every kind of model and data, and what this one has.
     model: Any
     args: Any
+    data_collator: Any
+    processing_class: Any
     expert: str | None = None
+
+    @property
+    def tuner(self) -> LucaModel:
+        """The model's LuCA tuner, once there is an expert."""
+        return tuner_of(self.model)
 
     def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -42,21 +47,14 @@ class PublishingTrainer(Trainer):
     ) -> Any:
         """
         Pushes the trained experts, with their card, to `args.hub_model_id`, by default a repository named as the
-        output folder; see [`push_expert`] and [`push_experts`].
-
-        Args:
-            commit_message (`str`, *optional*, defaults to `"End of training"`): Message of the commit.
-            blocking (`bool`, *optional*, defaults to `True`): Wait for the upload.
-            token (`str`, *optional*): Hub token; `args.hub_token` by default.
-            revision (`str`, *optional*): Branch; `args.hub_revision` by default.
-            private (`bool`, *optional*): Visibility of a new repository; `args.hub_private_repo` by default.
-            kwargs: Arguments of `create_model_card`.
+        output folder; see [`push_expert`] and [`push_experts`]. `kwargs` are arguments of `create_model_card`. What is
+        left out is taken from `args`.
 
         Returns:
             [`~huggingface_hub.CommitInfo`], or a future of it. `None` on all processes but the first.
         """
         tuner_of(self.model)  # raises before anything is sent if there is no expert
-        card = _card_arguments(**kwargs)
+        card = _card_facts(**kwargs)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
@@ -74,26 +72,19 @@ class PublishingTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """
-        Writes the card of the experts into the output folder. `push_to_hub` makes its own.
-
-        Args:
-            language, license, tags, model_name (`str`, *optional*): Metadata of the card. `tags` may be a list.
-            finetuned_from (`str`, *optional*): Hub id of the backbone; also `base_model`.
-            tasks (`str` or `list[str]`, *optional*): `"image-classification"`, the only task.
-            dataset_tags, dataset (`str` or `list[str]`, *optional*):
-                Hub ids of the training data; also `datasets`. The tags are taken if both are given.
-            dataset_args (`str` or `list[str]`, *optional*): As in `Trainer`; the card has no place for them.
+        Writes the card of the experts into the output folder, with the arguments of
+        [`~transformers.Trainer.create_model_card`], and `base_model` and `datasets` as in [`push_experts`].
+        `push_to_hub` makes its own.
         """
-        card = _card_arguments(*args, **kwargs)
+        facts = CardFacts(results=self._results(), **_card_facts(*args, **kwargs))
         if self.is_world_process_zero():
             name = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             path = Path(self.args.output_dir) / CARD_NAME
             with explain_write_errors(path):
-                facts = CardFacts(results=self._results(), **card)
-                path.write_text(make_card(tuner_of(self.model), name, facts, expert=self.expert), encoding="utf-8")
+                path.write_text(make_card(self.tuner, name, facts, expert=self.expert), encoding="utf-8")
 
 
-def _card_arguments(
+def _card_facts(
     language: str | None = None,
     license: str | None = None,
     tags: str | list[str] | None = None,
@@ -106,10 +97,7 @@ def _card_arguments(
     base_model: str | None = None,
     datasets: str | list[str] | None = None,
 ) -> dict[str, Any]:
-    """The arguments of [`~transformers.Trainer.create_model_card`], as [`CardFacts`] takes them."""
-    wrong = [task for task in ([tasks] if isinstance(tasks, str) else tasks or ()) if task != TASK]
-    if wrong:
-        raise ValueError(f"tasks must be {TASK!r}, which is what LuCA experts do, got {wrong[0]!r}.")
+    """Trainer's arguments as [`CardFacts`] takes them. The card has no place for `tasks` and `dataset_args`."""
     data = {"language": language, "tags": [tags] if isinstance(tags, str) else tags, "model_name": model_name}
     return {
         "license": license,

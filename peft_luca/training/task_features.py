@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
-from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
@@ -29,6 +29,26 @@ def print_line(args: ContinualTrainingArguments, line: str) -> None:
         logger.info(line) if args.disable_tqdm else tqdm.write(line)
 
 
+def make_extractor(tuner: LucaModel, collator: ImageCollator, args: Any, writes: bool = True) -> FeatureExtractor:
+    """What computes [CLS] of images, as the arguments say."""
+    dtype = tuner.backbone.dtype
+    return FeatureExtractor(
+        lambda pixels: tuner.pooled_features(pixels.to(args.device, dtype)),
+        collator,
+        args.per_device_eval_batch_size,
+        args.dataloader_num_workers,
+        args.features_dtype,
+        args.on_bad_image,
+        writes,
+        args.disable_tqdm,
+        {
+            "pin_memory": args.dataloader_pin_memory,
+            "multiprocessing_context": args.dataloader_multiprocessing_context,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+        },
+    )
+
+
 class TaskFeatures:
     """
     [CLS] of the images of a stream's tasks. With several processes each computes a part, so all must ask.
@@ -36,18 +56,12 @@ class TaskFeatures:
     Args:
         stream ([`TaskStream`]): The stream.
         args ([`ContinualTrainingArguments`]): Where and how [CLS] is cached.
-        processing_class (`BaseImageProcessor`): The backbone's image processor.
-        channels (`int`): Channels of the images.
+        collator ([`ImageCollator`]): Makes pixel values of images.
     """
 
-    def __init__(
-        self,
-        stream: TaskStream,
-        args: Any,
-        processing_class: Any,
-        channels: int,
-    ) -> None:
-        self.stream, self.args, self.processing_class, self.channels = stream, args, processing_class, channels
+    def __init__(self, stream: TaskStream, args: Any, collator: ImageCollator) -> None:
+        self.stream, self.args = stream, args
+        self.collator = replace(collator, label_ids=None, seed=args.seed)
         self._features: dict[tuple[str, str], FeatureDataset] = {}
         self._digests: dict[tuple[str, str], str] = {}
 
@@ -63,11 +77,22 @@ class TaskFeatures:
     def get_own(self, tuner: LucaModel, task: Task, split: str) -> FeatureDataset:
         """The same, with the labels of the task's own expert, 0 … K-1."""
         data = self.get(tuner, task, split)
-        return FeatureDataset(data.features, self.own_labels(task)[data.labels])
+        return FeatureDataset(data.features, torch.tensor(self._own_labels(task))[data.labels])
 
-    def views(self, tuner: LucaModel, task: Task) -> list[Tensor]:
-        """[CLS] of each augmented view of a task's training images."""
-        return [self._extract(tuner, task, "train", view).features for view in range(self.args.augmented_views)]
+    def tests(self, tuner: LucaModel, names: Any) -> dict[str, FeatureDataset]:
+        """Task → [CLS] of its test images, for those of the tasks that have images and an expert."""
+        tasks = [task for task in self.stream if task.name in names and task.name in tuner.experts]
+        return {task.name: self.get_own(tuner, task, "test") for task in tasks if task.test is not None}
+
+    def training_data(self, tuner: LucaModel, task: Task) -> tuple[FeatureDataset | Any, ImageCollator]:
+        """What a task's expert is trained on, with its own labels: [CLS], or images and their collator."""
+        args, plain = self.args, self.get_own(tuner, task, "train")
+        ids = {i: own for i, own in enumerate(self._own_labels(task)) if own >= 0}
+        collator = replace(self.collator, label_ids=ids, augmentation=bool(args.augmentation))
+        if not args.cache_features or (args.augmentation and not args.augmented_views):
+            return self.images(tuner, task, "train"), collator
+        views = [self._extract(tuner, task, "train", view).features for view in range(args.augmented_views)]
+        return FeatureDataset(views[0] if views else plain.features, plain.labels, views), collator
 
     def images(self, tuner: LucaModel, task: Task, split: str) -> Any:
         """A task's images, undecoded, without the unreadable ones that are to be skipped."""
@@ -77,14 +102,13 @@ class TaskFeatures:
         skipped = self.get(tuner, task, split).skipped
         return dataset.select(np.delete(np.arange(len(dataset)), skipped)) if skipped else dataset
 
-    def own_labels(self, task: Task) -> Tensor:
+    def _own_labels(self, task: Task) -> list[int]:
         """Global id in the stream → the id of the task's own expert; -1 for a class that it lacks."""
-        return torch.tensor([task.classes.index(c) if c in task.classes else -1 for c in self.stream.classes])
+        return [task.classes.index(c) if c in task.classes else -1 for c in self.stream.classes]
 
     def check_classes(self, tuner: LucaModel, task: Task) -> None:
         """Raises if none of the images of a class could be read."""
-        train = self.get_own(tuner, task, "train")
-        readable = set(train.labels.tolist())
+        readable = set(self.get_own(tuner, task, "train").labels.tolist())
         missing = [name for i, name in enumerate(task.classes) if i not in readable]
         if missing:
             skipped = self.get(tuner, task, "train").skipped
@@ -97,50 +121,23 @@ class TaskFeatures:
         """How many images of a task were left out."""
         return sum(len(data.skipped) for (name, _), data in self._features.items() if name == task.name)
 
-    def forget(self, task: Task) -> None:
-        """Forgets what is in memory: another task may come under the name."""
-        for kept in (self._features, self._digests):
-            for split in ("train", "test"):
-                kept.pop((task.name, split), None)
-
     def _extract(self, tuner: LucaModel, task: Task, split: str, view: int | None = None) -> FeatureDataset:
-        dataset = task.train if split == "train" else task.test
+        dataset, args = task.train if split == "train" else task.test, self.args
         if dataset is None:
             raise ValueError(f"task {task.name!r} has no {split} images.")
-        args, backbone = self.args, tuner.backbone
-        collator = ImageCollator(
-            self.processing_class, self.stream.image_column, None, view is not None, view, args.seed, self.channels
-        )
+        collator = replace(self.collator, augmentation=view is not None, view=view)
         key = ""
         if args.process_index == 0:
             if (task.name, split) not in self._digests:
                 self._digests[task.name, split] = digest_images(dataset, self.stream.image_column)
-            key = features_key(backbone, collator, self._digests[task.name, split], args.features_dtype)
+            key = features_key(tuner.backbone, collator, self._digests[task.name, split], args.features_dtype)
         (key,) = broadcast_object_list([key])
-        extract = FeatureExtractor(
-            lambda pixels: tuner.pooled_features(pixels.to(args.device, backbone.dtype)),
-            collator,
-            args.per_device_eval_batch_size,
-            args.dataloader_num_workers,
-            args.features_dtype,
-            args.on_bad_image,
-            args.should_save,
-            args.disable_tqdm,
-            {
-                "pin_memory": args.dataloader_pin_memory,
-                "multiprocessing_context": args.dataloader_multiprocessing_context,
-                "prefetch_factor": args.dataloader_prefetch_factor,
-            },
-        )
-        features = extract(
+        features = make_extractor(tuner, collator, args, writes=args.should_save)(
             dataset,
             Path(args.features_cache_dir or default_cache_dir()) / f"{key}.arrow",
             f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}"),
         )
         if features.skipped and view is None:
-            print_line(
-                args,
-                f"{task.name}: {len(features.skipped)} of {len(dataset)} {split} images cannot be read and are left "
-                f"out, first row {features.skipped[0]}",
-            )
+            line = f"{len(features.skipped)} of {len(dataset)} {split} images cannot be read and are left out"
+            print_line(args, f"{task.name}: {line}, first row {features.skipped[0]}")
         return features

@@ -444,7 +444,7 @@ def test_an_expert_that_cannot_be_finished_is_not_left_behind(out, monkeypatch, 
     for folder, model in ((out, make_vit()), (out / "wrapped", wrapped)):
         expected, labels = model(x).logits, dict(model.config.id2label)
         trainer = make_trainer(folder, make_stream(FOUR, names=FOUR), model, num_train_epochs=1, **cache)
-        for place in ("tuner.model.LucaModel.compute_reference", "training.evaluation.StreamEvaluation._measure"):
+        for place in ("tuner.model.LucaModel.compute_reference", "training.continual_trainer.measure"):
             monkeypatch.setattr(f"peft_luca.{place}", fail)
             with pytest.raises(MemoryError, match="enough"):
                 trainer.train()
