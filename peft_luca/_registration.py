@@ -17,18 +17,12 @@ def _restore(name: str) -> PeftType:
 
 
 def _add_enum_member() -> None:
-    """
-    Add `LUCA` to [`peft.PeftType`], which is a closed enum without a hook for methods from outside. Does nothing if
-    this package has added it.
-
-    Raises:
-        RuntimeError: another package has added a `LUCA` of its own, or the enum did not take the member.
-    """
+    """Adds `LUCA` to [`peft.PeftType`], once. It is a closed enum without a hook for methods from outside."""
     if NAME in PeftType.__members__:
         if getattr(PeftType[NAME], "_added_by", None) != __name__:
             raise RuntimeError(
-                f"PEFT already has a type called {NAME} that is not from peft_luca. Two packages cannot share the "
-                "name: import only one of them, or upgrade peft_luca if PEFT now ships LuCA itself."
+                f"PEFT already has a type called {NAME} that is not from peft_luca: import only one of the packages, "
+                "or upgrade peft_luca if PEFT now ships LuCA itself."
             )
         return
     member: Any = str.__new__(PeftType, NAME)
@@ -40,14 +34,11 @@ def _add_enum_member() -> None:
     PeftType._member_names_.append(NAME)
     type.__setattr__(PeftType, NAME, member)
     if PeftType(NAME) is not member or PeftType[NAME] is not member or NAME not in list(PeftType):
-        raise RuntimeError(
-            "PEFT's enum of types did not accept LUCA. This Python or PEFT version is not supported: see the "
-            "versions in constraints.txt."
-        )
+        raise RuntimeError("PEFT's enum of types did not accept LUCA: use the versions in constraints.txt.")
 
 
 def register(config_cls: type, model_cls: type) -> None:
-    """Register LuCA with PEFT, once."""
+    """Registers LuCA with PEFT, once."""
     _add_enum_member()
     if PeftType[NAME] not in PEFT_TYPE_TO_CONFIG_MAPPING:
         register_peft_method(name=NAME.lower(), config_cls=config_cls, model_cls=model_cls)

@@ -41,42 +41,24 @@ def to_rgb(image: Any) -> Image.Image:
 
     Args:
         image (`PIL.Image.Image` or `dict`): An image, or its `bytes` or `path` as a dataset stores it.
-
-    Raises:
-        OSError, ValueError: The image cannot be read.
-        TypeError: This is not an image.
-        MissingSourceError: The folder, archive, disk or server of the image is missing.
     """
     if isinstance(image, dict):
-        content = read_bytes(image)
-        try:
-            image = Image.open(io.BytesIO(content))
-        except Image.DecompressionBombError as error:  # read from the header: nothing is decoded yet
-            raise ValueError(
-                f"{error} Make the image smaller or, if you trust it, set PIL.Image.MAX_IMAGE_PIXELS."
-            ) from error
+        image = Image.open(io.BytesIO(read_bytes(image)))
     if not isinstance(image, Image.Image):
         raise TypeError(f"found a {type(image).__name__}; needed a PIL image, or its bytes or path in a dict")
-    image = _turn_upright(image)
+    image.load()  # first, because Pillow turns a TIFF when it loads it
+    try:  # ImageOps.exif_transpose writes EXIF anew, and fails if it is broken
+        method = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation))  # type: ignore[arg-type]
+    except Exception:  # parsers raise many kinds of errors for broken EXIF or XMP: ignore the orientation
+        method = None
+    image = image if method is None else image.transpose(method)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _to_eight_bits(image)
-    if image.mode in ("La", "RGBa"):  # premultiplied alpha
-        image = image.convert("LA" if image.mode == "La" else "RGBA")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # gives the same colors without PIL's warning
     rgb: Image.Image = image.convert("RGB")
     rgb.info = {}  # an EXIF orientation that is kept would turn the image a second time
     return rgb
-
-
-def _turn_upright(image: Image.Image) -> Image.Image:
-    image.load()  # first, because Pillow turns a TIFF when it loads it
-    # ImageOps.exif_transpose writes EXIF anew, and fails if it is broken.
-    try:
-        method = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation))  # type: ignore[arg-type]
-    except Exception:  # parsers raise many kinds of errors for broken EXIF or XMP: ignore the orientation
-        method = None
-    return image if method is None else image.transpose(method)
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:
@@ -93,11 +75,8 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
 
 def read_bytes(image: dict[str, Any]) -> bytes:
     """
-    Reads an encoded image as a dataset stores it: its `bytes`, or else the file at its `path`.
-
-    Raises:
-        OSError: The file does not exist, or cannot be read.
-        MissingSourceError: The folder, archive, disk or server of the file is missing, or the folder is empty.
+    Reads an encoded image as a dataset stores it: its `bytes`, or else the file at its `path`. Raises a
+    [`MissingSourceError`] if not only this file is missing, but its folder, archive, disk or server.
     """
     path, content = image.get("path"), image.get("bytes")
     if content is not None:
@@ -113,10 +92,7 @@ def read_bytes(image: dict[str, Any]) -> bytes:
         reason = _missing_source(path, error)
         if reason is None:
             raise
-        raise MissingSourceError(
-            f"{path} cannot be read: {reason}. No image was skipped because of this: bring the source back, and start "
-            "again"
-        ) from error
+        raise MissingSourceError(f"{path} cannot be read: {reason}. No image was skipped because of this.") from error
 
 
 def _missing_source(path: str, error: Exception) -> str | None:
@@ -166,12 +142,7 @@ def blank_pixels(processing_class: Any, channels: int, size: tuple[int, int] = (
 
 @torch.no_grad()
 def check_processor(processing_class: Any, model: nn.Module) -> None:
-    """
-    Checks that the backbone accepts what the image processor makes.
-
-    Raises:
-        ValueError: The number of channels or the size does not fit.
-    """
+    """Checks that the backbone accepts what the image processor makes: the number of channels and the size."""
     name, channels = type(processing_class).__name__, channels_of(model)
     size: Any = getattr(getattr(model, "config", None), "image_size", None)
     height, width = size if isinstance(size, (list, tuple)) and len(size) == 2 else (size, size)
@@ -179,25 +150,19 @@ def check_processor(processing_class: Any, model: nn.Module) -> None:
     try:
         pixels = blank_pixels(processing_class, channels, (width, height) if height and width else (32, 32))
     except ValueError as error:
-        raise ValueError(
-            f"the backbone has num_channels={channels}, but {name} cannot make such images: {error}. {remedy} "
-            "image_mean and image_std to as many numbers."
-        ) from error
+        problem = f"{name} cannot make images of num_channels={channels}, which the backbone takes: {error}"
+        raise ValueError(f"{problem}. {remedy} image_mean and image_std to as many numbers.") from error
     if pixels.shape[1] != channels:
-        raise ValueError(
-            f"the backbone has num_channels={channels}, but {name} makes images with {pixels.shape[1]}. {remedy} "
-            "do_convert_rgb."
-        )
+        problem = f"{name} makes images of {pixels.shape[1]} channels, but the backbone has num_channels={channels}"
+        raise ValueError(f"{problem}. {remedy} do_convert_rgb.")
     if not height or tuple(pixels.shape[2:]) == (height, width):
         return
     parameter = next(model.parameters())
     try:  # some backbones take images of any size
         model(pixels.to(parameter.device, parameter.dtype))
     except Exception as error:  # each backbone raises errors of its own here
-        raise ValueError(
-            f"{name} makes images of {pixels.shape[2]} × {pixels.shape[3]}, but the backbone takes {height} × "
-            f"{width}: {error} {remedy} size."
-        ) from error
+        sizes = f"{pixels.shape[2]} × {pixels.shape[3]}, but the backbone takes {height} × {width}"
+        raise ValueError(f"{name} makes images of {sizes}: {error} {remedy} size.") from error
 
 
 def image_size(processing_class: Any) -> tuple[int, int]:
@@ -208,10 +173,7 @@ def image_size(processing_class: Any) -> tuple[int, int]:
             return sides["height"], sides["width"]
     side = (size or {}).get("shortest_edge")
     if side is None:
-        raise ValueError(
-            f"augmentation needs the size of the images, but {type(processing_class).__name__} has neither crop_size "
-            f"nor size with height and width (size: {size})."
-        )
+        raise ValueError(f"augmentation needs an image processor with crop_size or size, whose size is not {size}.")
     return side, side
 
 

@@ -22,8 +22,7 @@ NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 MAX_CLASS_NAME = 1000  # characters
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 LOCK_NAME = ".lock"
-# Workers of a killed run may hold its lock for a few seconds more.
-LOCK_SECONDS = 10.0
+LOCK_SECONDS = 10.0  # workers of a killed run may hold its lock for a few seconds more
 
 
 class InvalidExpertError(ValueError):
@@ -53,30 +52,22 @@ def show(value: Any) -> str:
 
 
 def check_classes(classes: Any) -> list[str]:
-    """
-    Checks class names and returns them as a list. They must be distinct strings that can be displayed.
-
-    Raises:
-        ValueError: There are no names, or some are not valid. The message shows them.
-    """
-    if isinstance(classes, str) or not isinstance(classes, Iterable):
+    """Checks class names and returns them as a list. They must be distinct strings that can be displayed."""
+    if isinstance(classes, (str, set, frozenset)) or not isinstance(classes, Iterable):
         kind = "the string " if isinstance(classes, str) else ""
         raise ValueError(f"classes must be a list of class names, got {kind}{classes!r}.")
-    if isinstance(classes, (set, frozenset)):
-        raise ValueError(f"classes must be in an order, that of the class rows, but a set has none: {classes!r}.")
     names = list(classes)
     if not names:
         raise ValueError("classes is empty, but an expert needs at least one class.")
     if wrong := [name for name in names if not isinstance(name, str) or not name.strip()]:
         raise ValueError(f"class names must be non-empty strings, got {wrong[:5]!r}.")
     if wrong := [name for name in names if len(name) > MAX_CLASS_NAME or CONTROL_CHARACTERS.search(name)]:
-        raise ValueError(
-            f"class names have at most {MAX_CLASS_NAME} characters and no control characters, got {show(wrong[0])}."
-        )
+        rule = f"at most {MAX_CLASS_NAME} characters and no control characters"
+        raise ValueError(f"class names have {rule}, got {show(wrong[0])}.")
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ValueError(f"each class may be named once in an expert, but these are repeated: {repeated[:5]!r}.")
-    normalized = Counter(unicodedata.normalize("NFC", name) for name in names)
-    if alike := [ascii(name) for name in names if normalized[unicodedata.normalize("NFC", name)] > 1]:
+    forms = Counter(unicodedata.normalize("NFC", name) for name in names)
+    if alike := [ascii(name) for name in names if forms[unicodedata.normalize("NFC", name)] > 1]:
         raise ValueError(
             f"these class names look the same and differ only in their Unicode form: {', '.join(alike[:5])}. Bring "
             "all names to one form with unicodedata.normalize('NFC', name)."
@@ -116,35 +107,23 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     """Adds to errors of the disk which file could not be written, and what to do."""
     try:
         yield
-    except TimeoutError:
-        raise
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise OSError(
-            getattr(error, "errno", None) or errno.EIO,
-            f"cannot write {path}: {reason}. What was finished before is kept: make room, or make the folder "
-            "writable, and start again",
-        ) from error
+        why = getattr(error, "strerror", None) or str(error)
+        text = f"cannot write {path}: {why}. What was finished before is kept: make room, or make the folder writable"
+        raise OSError(getattr(error, "errno", None) or errno.EIO, text) from error
 
 
 @contextmanager
 def hold_lock(lock: FileLock) -> Iterator[None]:
-    """
-    Holds the lock of a run's folder. The system releases it when the process ends, however it ends.
-
-    Raises:
-        RuntimeError: Another run holds the lock.
-    """
+    """Holds the lock of a run's folder. The system releases it when the process ends, however it ends."""
     path = Path(lock.lock_file)
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=LOCK_SECONDS)
         except Timeout as error:
-            raise RuntimeError(
-                f"another run is at work in {path.parent}, and two would overwrite each other's experts. Wait until "
-                "it has ended, or choose another output_dir."
-            ) from error
+            message = f"another run is at work in {path.parent}. Wait for its end, or choose another output_dir."
+            raise RuntimeError(message) from error
     try:
         yield
     finally:

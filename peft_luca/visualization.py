@@ -1,13 +1,12 @@
 """
-Plots of a run and of its experts. Every function returns a matplotlib `Figure`. Every plot can be read without colour:
-heat maps and categories go evenly from dark to light, and every category has its own marker or hatch.
+Plots of a run and of its experts: every function returns a matplotlib `Figure`. Plots can be read without colour.
+Heat maps and categories go evenly from dark to light, and every category has its own marker or hatch.
 
 Args:
     results (`dict`): Content of `results.json`.
     model ([`~peft.PeftModel`]): A model of LuCA experts, with its router set.
     features (`dict[str, FeatureDataset]`):
-        Expert → [CLS] of its task's images: an object with `features` `(images, d)` and `labels` `(images,)`, the
-        expert's own ids 0 … K-1.
+        Expert → [CLS] of its task's images: `features` `(images, d)` and `labels` `(images,)`, its own ids 0 … K-1.
     images (`dict[str, Sequence[PIL.Image.Image]]`): Expert → the same images.
 
 [`ContinualTrainer.save_plots`] draws all plots of a run.
@@ -52,12 +51,7 @@ Features: TypeAlias = Mapping[str, FeaturesOfTask]
 
 
 def accuracy_matrix(results: Mapping[str, Any]) -> Figure:
-    """
-    Accuracy on every task (columns) after every stage (rows), routed, in per cent.
-
-    Raises:
-        ValueError: nothing was measured.
-    """
+    """Accuracy on every task (columns) after every stage (rows), routed, in per cent."""
     matrix = _measured(results.get("accuracy_matrix") or [[]])
     figure, axes = _figure(1, 4.8, 4.0)
     _heat(axes[0], 100 * matrix, figure)
@@ -66,13 +60,7 @@ def accuracy_matrix(results: Mapping[str, Any]) -> Figure:
 
 
 def accuracy_over_stream(results: Mapping[str, Any]) -> Figure:
-    """
-    Accuracy over the classes seen so far, and forgetting, after every stage. Without `stage_forgetting` in the
-    results, its line is left out.
-
-    Raises:
-        ValueError: nothing was measured.
-    """
+    """Accuracy over the classes seen and, if the results have `stage_forgetting`, forgetting after every stage."""
     lines = {"accuracy over all classes seen": _measured(results.get("stage_accuracies") or [])}
     if results.get("stage_forgetting"):
         lines["forgetting"] = np.array(results["stage_forgetting"], dtype=float)
@@ -89,16 +77,14 @@ def accuracy_over_stream(results: Mapping[str, Any]) -> Figure:
     return figure
 
 
+@torch.no_grad()
 def routing_confusion(model: PeftModel, features: Features) -> Figure:
-    """
-    Routing confusion matrix: the share of every task's images (rows) that was routed to each expert (columns), in per
-    cent.
-    """
-    experts = _experts(model, features)
+    """Routing confusion matrix: the share of every task's images (rows) routed to each expert (columns), in %."""
+    experts, device = _experts(model, features), find_layer(model)[1].label_space.device
     shares = np.zeros((len(features), len(experts)))
     for row, given in zip(shares, features.values(), strict=True):
-        chosen = torch.cat([_route(model, z) for z in given.features.split(4096)])
-        row[:] = torch.bincount(chosen, minlength=len(experts)).numpy() / len(chosen)
+        chosen = [model.route_features(z.to(device)).expert.cpu() for z in given.features.split(4096)]
+        row[:] = torch.bincount(torch.cat(chosen), minlength=len(experts)).numpy() / len(given.features)
     figure, axes = _figure(1, 5.2, 4.2)
     _heat(axes[0], 100 * shares, figure, rows=list(features), columns=experts)
     axes[0].set(xlabel="routed to expert", ylabel="task of the image", title="Routing (%)")
@@ -106,10 +92,7 @@ def routing_confusion(model: PeftModel, features: Features) -> Figure:
 
 
 def entropy_histograms(model: PeftModel, features: Features) -> Figure:
-    """
-    Histograms of the entropy over all classes: of the right expert, and of the others. The less the two overlap, the
-    easier routing by entropy is.
-    """
+    """Entropy over all classes, of the right expert and of the others. Routing is easy if they hardly overlap."""
     measured = _measure(model, features)
     right = measured.entropies.gather(1, measured.task[:, None])[:, 0]
     others = torch.ones_like(measured.entropies, dtype=torch.bool).scatter_(1, measured.task[:, None], False)
@@ -118,19 +101,15 @@ def entropy_histograms(model: PeftModel, features: Features) -> Figure:
     for i, (label, values) in enumerate({"right expert": right, "other experts": measured.entropies[others]}.items()):
         weights = np.full(len(values), 100 / max(1, len(values)))
         style: dict[str, Any] = {"color": COLORS[(1, 4)[i]], "hatch": HATCHES[i], "alpha": (1.0, 0.7)[i]}
-        axes[0].hist(
-            values.numpy(), bins=edges, weights=weights, label=label, edgecolor="black", linewidth=0.5, **style
-        )
+        style |= {"edgecolor": "black", "linewidth": 0.5}
+        axes[0].hist(values.numpy(), bins=edges, weights=weights, label=label, **style)
     axes[0].set(xlabel="entropy over all classes (nats)", ylabel="% of images", title="Entropy of the experts")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
 def tsne(model: PeftModel, features: Features, seed: int = 0) -> Figure:
-    """
-    [CLS] of images in the plane, by t-SNE: a marker for every task, and a ring around each misrouted image. Needs
-    scikit-learn.
-    """
+    """[CLS] of images in the plane, by t-SNE: a marker for every task, and a ring around each misrouted image."""
     check_installed()
     from sklearn.manifold import TSNE
 
@@ -157,8 +136,8 @@ def misrouted_images(
     model: PeftModel, features: Features, images: Mapping[str, Sequence[Any]], limit: int = 6
 ) -> Figure:
     """
-    Images that were routed to another task's expert, with every expert's best class and entropy. Wrong predictions
-    come first, the one of lowest entropy before the others.
+    Images that were routed to another task's expert, with every expert's best class and entropy: wrong predictions
+    first, the one of lowest entropy before the others.
     """
     measured = _measure(model, features)
     experts, classes = list(model.experts), model.classes
@@ -210,14 +189,11 @@ def of_a_run(
 
 def check_installed(*modules: str) -> None:
     """Raises an `ImportError` with the command to run, unless what the plots are drawn with can be imported."""
-    for name in modules or ("matplotlib.figure", "sklearn.manifold"):
-        try:
+    try:
+        for name in modules or ("matplotlib.figure", "sklearn.manifold"):
             import_module(name)
-        except ImportError as error:
-            raise ImportError(
-                f"plots need {name.split('.')[0]}, and it cannot be imported: {error}. Install it with "
-                "pip install 'peft-luca[plots]'."
-            ) from error
+    except ImportError as error:
+        raise ImportError(f"plots need pip install 'peft-luca[plots]': {error}") from error
 
 
 class _Measured(NamedTuple):
@@ -234,36 +210,24 @@ class _Measured(NamedTuple):
 
 @torch.no_grad()
 def _measure(model: PeftModel, features: Features) -> _Measured:
-    experts, parts = _experts(model, features), []
+    experts, device, parts = _experts(model, features), find_layer(model)[1].label_space.device, []
     for name, given in features.items():
         step = -(-len(given.labels) // max(1, IMAGES // len(features)))
         for rows in torch.arange(0, len(given.labels), step).split(256):
-            z = given.features[rows]
-            scores = model.scores(_to_device(model, z)).float().cpu()  # (images, experts, C)
+            z = given.features[rows].to(device)
+            scores = model.scores(z).float().cpu()  # (images, experts, C)
+            expert = model.route_features(z).expert.cpu()
             task = torch.full_like(rows, experts.index(name))
             entropies = torch.special.entr(scores.softmax(dim=-1)).sum(dim=-1)
-            parts.append((z.cpu(), given.labels[rows], task, rows, _route(model, z), entropies, scores.argmax(dim=-1)))
+            parts.append((z.cpu(), given.labels[rows], task, rows, expert, entropies, scores.argmax(dim=-1)))
     return _Measured(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-@torch.no_grad()
-def _route(model: PeftModel, z: Tensor) -> Tensor:
-    """Places of the experts to which [CLS] vectors are routed, (images,)."""
-    chosen: Tensor = model.route_features(_to_device(model, z)).expert.cpu()
-    return chosen
-
-
-def _to_device(model: PeftModel, z: Tensor) -> Tensor:
-    return z.to(find_layer(model)[1].label_space.device)
 
 
 def _experts(model: PeftModel, features: Features) -> list[str]:
     """Names of the model's experts, once it is checked that the features are of their images."""
     if not features or not set(features) <= set(model.experts) or not all(len(f.labels) for f in features.values()):
-        raise ValueError(
-            f"features must hold images of the model's experts {list(model.experts)[:5]}, got "
-            f"{ {name: len(given.labels) for name, given in list(features.items())[:5]} }."
-        )
+        images = {name: len(given.labels) for name, given in list(features.items())[:5]}
+        raise ValueError(f"features must hold images of the model's experts {list(model.experts)[:5]}, got {images}.")
     return list(model.experts)
 
 

@@ -299,7 +299,7 @@ def parameters(args: Any) -> dict[str, Any]:
 
 def features_on_disk(file: Path, labels: Tensor, vectors: Callable[[int, int], Tensor]) -> FeatureDataset:
     """[CLS] vectors, written as the cache writes them and read as it reads them."""
-    with PartialFeatures.of(file, "float32") as partial:
+    with PartialFeatures.open(file, "float32") as partial:
         assert partial is not None
         for start in range(0, len(labels), 8192):
             end = min(start + 8192, len(labels))

@@ -20,8 +20,7 @@ ROW = "__row__"  # the key of a row's number among its columns
 @dataclass
 class ImageCollator:
     """
-    Turns rows of a dataset into a batch of pixel values with an image processor. Training, evaluation and feature
-    extraction all use it.
+    Turns rows of a dataset into a batch of pixel values with an image processor.
 
     Args:
         processing_class (`BaseImageProcessor`): The backbone's image processor.
@@ -30,8 +29,7 @@ class ImageCollator:
         augmentation (`bool`, *optional*, defaults to `False`):
             Random resized crop (scale 0.05 to 1) and horizontal flip, as in the authors' code.
         view (`int`, *optional*):
-            Number of the augmented view. The same seed, view and row give the same crop. By default crops are drawn
-            from torch's global generator.
+            Number of the augmented view: it and the seed give the crop of a row. By default crops are random.
         seed (`int`, *optional*, defaults to `0`): Seed of the views.
         channels (`int`, *optional*, defaults to `3`): Color channels of an image; 1 for a backbone that takes grey.
     """
@@ -48,18 +46,18 @@ class ImageCollator:
         # The share of a process in a short batch may be empty, but a backbone needs an image. Losses ignore -100.
         if not rows:
             return {"pixel_values": blank_pixels(self.processing_class, self.channels), "labels": torch.tensor([-100])}
-        images = [self._read(row[self.image_column]) for row in rows]
-        options = {}
+        images, options = [self._read(row[self.image_column]) for row in rows], {}
         if self.augmentation:
-            height, width = image_size(self.processing_class)
-            images = [
-                random_crop_and_flip(image, height, width, self._generator(row))
-                for image, row in zip(images, rows, strict=True)
-            ]
-            options = {"do_resize": False, "do_center_crop": False}
+            size, options = image_size(self.processing_class), {"do_resize": False, "do_center_crop": False}
+            images = [random_crop_and_flip(images[i], *size, self._generator(row)) for i, row in enumerate(rows)]
         batch = {"pixel_values": self.processing_class(images=images, return_tensors="pt", **options)["pixel_values"]}
         if "labels" in rows[0]:
-            batch["labels"] = torch.tensor([self._label(row["labels"]) for row in rows])
+            labels = [row["labels"] for row in rows]
+            labels = [label.item() if hasattr(label, "item") else label for label in labels]  # of NumPy or torch
+            ids = {label: label for label in labels} if self.label_ids is None else self.label_ids
+            if unknown := set(labels) - set(ids):
+                raise ValueError(f"an image has the label {min(unknown)}, but the experts' classes are {sorted(ids)}.")
+            batch["labels"] = torch.tensor([ids[label] for label in labels])
         return batch
 
     def _read(self, image: Any) -> Image.Image:
@@ -77,14 +75,3 @@ class ImageCollator:
             return None
         text = json.dumps([self.seed, self.view, row[ROW]])
         return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
-
-    def _label(self, label: Any) -> Any:
-        label = label.item() if hasattr(label, "item") else label  # a number of numpy or torch
-        if self.label_ids is None:
-            return label
-        if label not in self.label_ids:
-            raise ValueError(
-                f"an image has the label {label}, but the experts' classes are the labels {sorted(self.label_ids)}. "
-                "Labels are the stream's global ids, stream.classes.index(name)."
-            )
-        return self.label_ids[label]

@@ -28,30 +28,25 @@ from .feature_file import STORAGE, PartialFeatures, read_features
 
 
 CACHE_FORMAT = 3
-# Other versions of these packages may compute other features.
-PACKAGES = ("torch", "torchvision", "transformers", "pillow", "datasets")
+PACKAGES = ("torch", "torchvision", "transformers", "pillow", "datasets")  # other versions may make other features
 
 
 class FeatureDataset(Dataset[dict[str, Tensor]]):
     """
-    Features ([CLS] vectors) of images, with labels. Features from a cache are a read-only view of a memory-mapped
-    file, and take no memory.
+    Features ([CLS] vectors) of images, with labels. From a cache they are a read-only view of a memory-mapped file,
+    and take no memory.
 
     Args:
         features (`torch.Tensor` of shape `(images, d)`): [CLS] vectors.
         labels (`torch.Tensor` of shape `(images,)`): Class ids.
-        views (`Sequence[torch.Tensor]`, *optional*):
-            Features of several augmented views of the same images, of the same shape. Each epoch uses the next one.
-
-    Attributes:
-        skipped (`list[int]`): Rows of the dataset that are missing, because their image cannot be read.
+        views (`Sequence[torch.Tensor]`, *optional*): Features of augmented views. Each epoch uses the next one.
     """
 
     def __init__(self, features: Tensor, labels: Tensor, views: Sequence[Tensor] = ()) -> None:
         self.features = features
         self.labels = labels
         self.views = list(views)
-        self.skipped: list[int] = []
+        self.skipped: list[int] = []  # rows of the dataset that are missing, because their image cannot be read
 
     @classmethod
     def from_file(cls, path: Path, labels: Tensor) -> FeatureDataset:
@@ -70,21 +65,17 @@ class FeatureDataset(Dataset[dict[str, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"features": _widen(self.features[index]), "labels": self.labels[index]}
+        return {"features": self.features[index].float(), "labels": self.labels[index]}
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         # Gathers a whole batch at once: collecting single rows would take longer than the training step.
         rows = torch.tensor(indices, dtype=torch.long)
-        return {"features": _widen(self.features.index_select(0, rows)), "labels": self.labels.index_select(0, rows)}
+        return {"features": self.features.index_select(0, rows).float(), "labels": self.labels.index_select(0, rows)}
 
     @staticmethod
     def collate(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The `collate_fn` of a loader. [`~FeatureDataset.__getitems__`] returns a batch already."""
         return batch
-
-
-def _widen(features: Tensor) -> Tensor:
-    return features.float() if features.dtype in (torch.float16, torch.bfloat16) else features
 
 
 def default_cache_dir() -> Path:
@@ -94,13 +85,12 @@ def default_cache_dir() -> Path:
 
 def features_key(backbone: BackboneFacts, collator: ImageCollator, images: str, dtype: str = "float32") -> str:
     """
-    Returns the name of a feature file: a digest of everything that its numbers depend on, so that a cached file is
-    never stale. `images` is the digest from [`digest_images`], `dtype` the storage type. The batch size is left out,
-    because it changes features by rounding only.
+    Returns the name of a feature file: a digest of everything that its numbers depend on. `images` is the digest from
+    [`digest_images`], `dtype` the storage type. The batch size is left out, because it changes only the rounding.
     """
     processor = collator.processing_class
     settings = processor.to_dict() if hasattr(processor, "to_dict") else None
-    if settings is None or not type(processor).__module__.startswith("transformers."):
+    if not type(processor).__module__.startswith("transformers."):
         # A processor of the user's own: its code counts too.
         settings = [settings, datasets.fingerprint.Hasher.hash(processor)]
     parts = {
@@ -116,10 +106,7 @@ def features_key(backbone: BackboneFacts, collator: ImageCollator, images: str, 
 
 
 def digest_images(dataset: Any, image_column: str) -> str:
-    """
-    Returns a SHA-256 of the bytes of all images in order. Labels, file names and times do not count. A file that was
-    changed in place gives another digest, because all files are read.
-    """
+    """Returns a SHA-256 of the bytes of all images in order. Labels, file names and times do not count."""
     digest = hashlib.sha256()
     images = undecoded(dataset.select_columns([image_column]), image_column)
     for rows in images.with_format("arrow").iter(batch_size=64):
@@ -138,9 +125,8 @@ def digest_images(dataset: Any, image_column: str) -> str:
 @dataclass
 class FeatureExtractor:
     """
-    Computes features of datasets, with one backbone pass per image. An interrupted extraction continues at its last
-    checkpoint. If another process computes the same file, this one waits for it. With several processes each computes
-    every n-th batch, and batches are the same as with one.
+    Computes features of datasets, with one backbone pass per image, and continues at the last checkpoint. It waits for
+    a file that another process computes. With several processes each computes every n-th batch.
     """
 
     pooled_features: Callable[[Tensor], Tensor]  # pixel values (batch, channels, height, width) -> (batch, d)
@@ -153,16 +139,10 @@ class FeatureExtractor:
     disable_tqdm: bool = False
     loader_options: Mapping[str, Any] = field(default_factory=dict)  # more arguments of the DataLoader
 
-    def __call__(
-        self, dataset: Any, path: Path | None = None, description: str = "Extracting features"
-    ) -> FeatureDataset:
+    def __call__(self, dataset: Any, path: Path | None = None, description: str = "Features") -> FeatureDataset:
         """
         Returns the features of a dataset of images and `labels`, on the CPU: from the file at `path` if it is
         finished, else computed and written to it. Without a path they are kept in memory.
-
-        Raises:
-            ValueError: An image cannot be read. The message has its row and file.
-            OSError: The file cannot be written, or the folder, archive, disk or server of the images is missing.
         """
         if path is None:
             with tempfile.TemporaryDirectory() as folder:
@@ -174,8 +154,7 @@ class FeatureExtractor:
         needed = self.writes and not PartialFeatures.is_finished(path)
         with PartialFeatures.open(path, self.dtype) if needed else nullcontext() as partial:
             done = min(gather_object([total if partial is None else partial.rows]))
-            if done < total:
-                done -= done % self.batch_size
+            done -= done % self.batch_size if done < total else 0
             if partial is not None:
                 partial.truncate(done)
             hidden = self.disable_tqdm or not process.is_main_process
@@ -189,30 +168,22 @@ class FeatureExtractor:
         process.wait_for_everyone()
         labels = dataset.select_columns(["labels"]).with_format("arrow")[:]["labels"].to_numpy()
         features = FeatureDataset.from_file(path, torch.tensor(labels))
-        if features.skipped and self.on_bad_image == "raise":
-            row = features.skipped[0]
-            path_of_image = images.images[row][self.collator.image_column]["path"]
-            raise _bad_image_error(row, path_of_image, "an earlier run skipped it")
+        for row in features.skipped[:1]:
+            file = images.images[row][self.collator.image_column]["path"]
+            self._report([(row, file, "an earlier run skipped it")])
         return features
 
     def _batches(self, images: _ReadableImages, starts: range) -> Iterator[tuple[int, Tensor | None, list[int]]]:
         """Yields the number of rows, features and bad rows of all batches, on every process."""
         rank, processes = PartialState().process_index, PartialState().num_processes
         batches: list[Any] = [range(start, min(start + self.batch_size, starts.stop)) for start in starts]
-        loader: DataLoader[Any] = DataLoader(
-            images,
-            batch_sampler=batches[rank::processes],
-            collate_fn=FeatureDataset.collate,  # type: ignore[arg-type]
-            num_workers=self.num_workers,
-            **self.loader_options,
-        )
-        own_batches = iter(loader)
+        options: dict[str, Any] = {"collate_fn": FeatureDataset.collate, "num_workers": self.num_workers}
+        own = iter(DataLoader(images, batch_sampler=batches[rank::processes], **options, **self.loader_options))
         for i in range(0, len(batches), processes):
             vectors, bad_rows = None, []
             if i + rank < len(batches):
-                pixels, bad = next(own_batches)
-                if bad and self.on_bad_image == "raise":
-                    raise _bad_image_error(*bad[0])
+                pixels, bad = next(own)
+                self._report(bad)
                 bad_rows = [row for row, *_ in bad]
                 if pixels is not None:
                     vectors = self.pooled_features(pixels).to("cpu", STORAGE[self.dtype][2]).contiguous()
@@ -220,21 +191,19 @@ class FeatureExtractor:
             for batch, part in zip(batches[i : i + processes], parts, strict=False):
                 yield len(batch), *part
 
-
-def _bad_image_error(row: int, file: str | None, reason: str) -> ValueError:
-    return ValueError(
-        f"the image in row {row} ({file or 'stored in the dataset, without a file name'}) cannot be read: {reason}. "
-        "Repair or remove it, or skip such images with on_bad_image='skip'."
-    )
+    def _report(self, bad: list[tuple[int, str | None, str]]) -> None:
+        if bad and self.on_bad_image == "raise":
+            row, file, reason = bad[0]
+            image = f"the image in row {row} ({file or 'without a file name'})"
+            raise ValueError(f"{image} cannot be read: {reason}. Repair or remove it, or use on_bad_image='skip'.")
 
 
 class _ReadableImages(Dataset[Any]):
     """Row numbers -> pixel values of the images that can be read; row, file and reason of those that cannot."""
 
     def __init__(self, dataset: Any, collator: ImageCollator) -> None:
-        self.images = undecoded(dataset.select_columns([collator.image_column]), collator.image_column)
-        self.images = self.images.with_format(None)
-        self.collator = collator
+        images = dataset.select_columns([collator.image_column]).with_format(None)
+        self.images, self.collator = undecoded(images, collator.image_column), collator
 
     def __getitems__(self, rows: range) -> tuple[Tensor | None, list[tuple[int, str | None, str]]]:
         column = self.collator.image_column

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import datasets
 import numpy as np
@@ -19,7 +19,7 @@ from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock
 from torch import Tensor
 
-from ..utils import atomic_write, explain_write_errors
+from ..utils import atomic_write, explain_write_errors, write_json
 
 
 # Storage types: their names in Arrow, in numpy and in torch. Arrow has no bfloat16, so its bits are stored.
@@ -45,19 +45,18 @@ def read_features(path: Path) -> tuple[Tensor, Tensor]:
 
 class PartialFeatures:
     """
-    A feature file in the making. One process at a time holds it, and checkpoints it every few seconds: features are in
-    `.partial`; the number of rows done and the bad rows, whose image cannot be read, are in `.partial.json`.
+    A feature file in the making. One process at a time holds it, and checkpoints it every few seconds: the features in
+    `.partial`, the number of rows done and the bad rows (whose image cannot be read) in `.partial.json`.
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.path = path
         self.arrow_type, self.numpy_type, _ = STORAGE[dtype]
         self.data_path, self.state_path = path.with_suffix(".partial"), path.with_suffix(".partial.json")
-        self.rows, self.width = 0, 0
-        self.bad: list[int] = []
+        state: dict[str, Any] = {"rows": 0, "width": 0, "bad": []}
         if self.data_path.is_file() and self.state_path.is_file():
             state = json.loads(self.state_path.read_text(encoding="utf-8"))
-            self.rows, self.width, self.bad = state["rows"], state["width"], state["bad"]
+        self.rows, self.width, self.bad = state["rows"], state["width"], state["bad"]
         self.file: IO[bytes] = open(self.data_path, "r+b" if self.rows else "wb", buffering=0)
         self._last_checkpoint = time.monotonic()
 
@@ -68,23 +67,19 @@ class PartialFeatures:
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path, dtype: str, timeout: float = -1) -> Iterator[PartialFeatures | None]:
-        """Opens a partial feature file. Yields `None` if another process has finished it."""
-        lock = FileLock(path.with_suffix(".lock"), timeout=timeout)
+    def open(cls, path: Path, dtype: str) -> Iterator[PartialFeatures | None]:
+        """Opens a partial feature file, once no other process holds it. Yields `None` if another has finished it."""
         with explain_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        try:
+            held = FileLock(path.with_suffix(".lock")).acquire()
+        with held:
             if path.is_file():
                 cls._clean_up(path)
                 yield None
-                return
-            with explain_write_errors(path):
+            else:
                 partial = cls(path, dtype)
-            with partial.file:
-                yield partial
-        finally:
-            lock.release()
+                with partial.file:
+                    yield partial
 
     def truncate(self, rows: int) -> None:
         """Drops everything after the first `rows` rows."""
@@ -103,14 +98,9 @@ class PartialFeatures:
             self.rows += rows
             self.bad += bad
             if time.monotonic() - self._last_checkpoint > CHECKPOINT_SECONDS:
-                self._checkpoint()
-
-    def _checkpoint(self) -> None:
-        os.fsync(self.file.fileno())
-        state = {"rows": self.rows, "width": self.width, "bad": self.bad}
-        with atomic_write(self.state_path) as temporary:
-            temporary.write_text(json.dumps(state), encoding="utf-8")
-        self._last_checkpoint = time.monotonic()
+                os.fsync(self.file.fileno())
+                write_json(self.state_path, {"rows": self.rows, "width": self.width, "bad": self.bad})
+                self._last_checkpoint = time.monotonic()
 
     def finish(self) -> None:
         """Writes the Arrow file, in one chunk so that one view of its memory map has all features."""
@@ -120,8 +110,7 @@ class PartialFeatures:
         values = np.memmap(self.data_path, self.numpy_type, "r", shape=(len(rows) * self.width,))
         features = pa.Array.from_buffers(pa.type_for_alias(self.arrow_type), len(values), [None, pa.py_buffer(values)])
         table = pa.table({"features": pa.FixedSizeListArray.from_arrays(features, self.width), "row": pa.array(rows)})
-        column = datasets.List(datasets.Value(self.arrow_type), length=self.width)
-        columns = datasets.Features({"features": column, "row": datasets.Value("int64")})
+        columns = datasets.Features.from_arrow_schema(table.schema)
         with explain_write_errors(self.path), atomic_write(self.path) as temporary:
             writer = ArrowWriter(features=columns, path=str(temporary))
             writer.write_table(table, writer_batch_size=len(rows))

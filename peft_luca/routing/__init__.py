@@ -32,9 +32,9 @@ def make_router(router: str | Router | Callable[..., Tensor], **options: Any) ->
     Makes a router.
 
     Args:
-        router (`str`, [`Router`] or function): A name of `ROUTERS`, a router, or a function of scores `(batch,
-        experts,
-            C)` that returns costs `(batch, experts)`; the expert with the lowest cost answers.
+        router (`str`, [`Router`] or function):
+            A name of `ROUTERS`, a router, or a function of scores `(batch, experts, C)` that returns costs
+            `(batch, experts)`; the expert with the lowest cost answers.
         options: The router's options.
 
     Raises:

@@ -121,18 +121,13 @@ class Router(ABC):
     """
     Chooses, for each image by itself, the expert that answers.
 
-    A subclass defines [`~Router.route`], and may define `name`, `Options`, `needs_statistics` and `prepare`.
-
-    Args:
-        options: The fields of `Options`, by name.
+    A subclass defines [`~Router.route`], and may define `prepare` and the attributes. It is made with the fields of
+    its `Options`, which it checks.
 
     Attributes:
         name (`str` or `None`): Its name in files. A router without a name cannot be saved.
         Options (`type`): A frozen dataclass, a subclass of [`RouterOptions`].
         needs_statistics (`bool`): Whether every expert must have statistics.
-
-    Raises:
-        ValueError: an option is unknown or out of range.
     """
 
     name: ClassVar[str | None] = None
@@ -152,23 +147,14 @@ class Router(ABC):
 
     def prepare(self, experts: Experts) -> Any:
         """
-        Whatever `route` needs that depends on the experts alone. It is called once for each set of experts; `route`
-        gets the result from `experts.prepared(self)`.
-
-        Raises:
-            ValueError: the router cannot be used with these experts.
+        Makes what `route` needs and what depends on the experts alone; `route` gets it from `experts.prepared(self)`.
+        Raises a `ValueError` if the router cannot be used with these experts.
         """
         return None
 
     @abstractmethod
     def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
-        """
-        Routes a batch.
-
-        Args:
-            features (`torch.Tensor` of shape `(batch, d)`): [CLS] vectors.
-            experts ([`Experts`]): The experts.
-        """
+        """Routes a batch of [CLS] vectors, `(batch, d)`."""
 
     def batch_limit(self, experts: Experts) -> int | None:
         """The most images that `route` takes at a time within the memory budget. `None` if a batch must stay whole."""
@@ -182,9 +168,10 @@ class Router(ABC):
         return {"name": self.name, "options": changed}
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
+        return isinstance(other, Router) and type(self) is type(other) and self.options == other.options
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return hash((type(self), self.options))
 
     def __repr__(self) -> str:
         options = self.to_dict()["options"]

@@ -128,9 +128,6 @@ class FunctionRouter(ScoreRouter):
     Args:
         function (`Callable`): Scores `(batch, experts, C)` → costs `(batch, experts)`. The lowest cost answers.
         options: Arguments of the function, and `unknown_below` and `routing_scope`.
-
-    Raises:
-        ValueError: the function does not take the options, or does not return costs.
     """
 
     Options = FunctionOptions
@@ -144,6 +141,14 @@ class FunctionRouter(ScoreRouter):
             self.cost(torch.zeros(1, 2, 3))
         except TypeError as error:
             raise ValueError(f"the router {function!r} does not take these options: {error}") from error
+        except (RuntimeError, IndexError):
+            pass  # a function may be made for its number of experts or classes
+
+    __hash__ = Router.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        same = super().__eq__(other) and isinstance(other, FunctionRouter)
+        return same and (self.function, self.arguments) == (other.function, other.arguments)  # type: ignore[attr-defined]
 
     def cost(self, scores: Tensor) -> Tensor:
         costs = self.function(scores, **self.arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -18,31 +17,19 @@ from ..tuner.config import OWN_RECIPE
 
 
 # What a recipe gives to the fields that were left unset. Measured by examples/benchmarks/run.py.
+_BOTH = {"num_train_epochs": 20, "per_device_train_batch_size": 48, "lr_scheduler_type": "cosine", "l1_weight": 5e-4}
 RECIPES: dict[str, dict[str, Any]] = {
-    "own": {
-        "learning_rate": 1e-3,
-        "num_train_epochs": 20,
-        "per_device_train_batch_size": 48,
-        "optim": "adamw_torch",
-        "optim_args": None,
-        "lr_scheduler_type": "cosine",
-        "l1_weight": 5e-4,
-        "negatives": "own",
-        "augmentation": False,
-        "schedule_per_epoch": False,
-    },
-    "paper": {
-        "learning_rate": 0.025,
-        "num_train_epochs": 20,
-        "per_device_train_batch_size": 48,
-        "optim": "sgd",
-        "optim_args": "momentum=0.9",
-        "lr_scheduler_type": "cosine",
-        "l1_weight": 5e-4,
-        "negatives": "seen",
-        "augmentation": True,
-        "schedule_per_epoch": True,
-    },
+    "own": _BOTH
+    | {"learning_rate": 1e-3, "optim": "adamw_torch", "optim_args": None}
+    | {"negatives": "own", "augmentation": False, "schedule_per_epoch": False},
+    "paper": _BOTH
+    | {"learning_rate": 0.025, "optim": "sgd", "optim_args": "momentum=0.9"}
+    | {"negatives": "seen", "augmentation": True, "schedule_per_epoch": True},
+}
+# The same for [`LucaConfig`].
+CONFIG_RECIPES: dict[str, dict[str, Any]] = {
+    "own": OWN_RECIPE,
+    "paper": {"scale": 1.0, "positive_scale": False, "init_rows": "zeros", "reference": False},
 }
 
 # What a field of each annotation may hold, and in words.
@@ -60,31 +47,26 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "routing_scope": ("sample", "batch"),
 }
 
-# What a number must satisfy once the recipe has filled it, and in words. NaN satisfies none of them.
-RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "per_device_train_batch_size": (lambda n: n >= 1, "at least 1"),
-    "per_device_eval_batch_size": (lambda n: n >= 1, "at least 1"),
-    "gradient_accumulation_steps": (lambda n: n >= 1, "at least 1"),
-    "learning_rate": (lambda x: 0 <= x < float("inf"), "a finite number of at least 0"),
-    "num_train_epochs": (lambda x: 0 <= x < float("inf"), "a number of at least 0"),
-    "max_steps": (
-        lambda n: n > 0 or n == -1,
-        "a number of steps above 0, or -1 to train num_train_epochs (0 makes experts of class means alone)",
-    ),
-    "l1_weight": (lambda x: 0 <= x < float("inf"), "a finite number of at least 0"),
-    "augmented_views": (lambda n: n >= 0, "0 or a number of views"),
-    "statistics_random_features": (lambda n: n >= 0, "a number of at least 0"),
-    "statistics_rank": (lambda n: n >= -1, "at least 0, or -1 for all"),
+# The least value of a number, once the recipe has filled it.
+LEAST = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 0,
+    "num_train_epochs": 0,
+    "l1_weight": 0,
+    "augmented_views": 0,
+    "statistics_random_features": 0,
+    "statistics_rank": -1,
 }
 
 # Those whose step size `soft_threshold` knows.
 PROXIMAL_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
-# The same for [`LucaConfig`].
-CONFIG_RECIPES: dict[str, dict[str, Any]] = {
-    "own": OWN_RECIPE,
-    "paper": {"scale": 1.0, "positive_scale": False, "init_rows": "zeros", "reference": False},
-}
+
+def _field(default: Any, help: str, choices: str | None = None) -> Any:
+    """A field with a help text, and the name of its entry in `CHOICES`."""
+    return field(default=default, metadata={"help": help} | ({"choices": CHOICES[choices]} if choices else {}))
 
 
 @dataclass
@@ -106,8 +88,8 @@ class ContinualTrainingArguments(TrainingArguments):
         l1_proximal (`bool`, *optional*, defaults to `False`):
             Take the penalty's step by soft-threshold, so that weights become exactly zero. With AdamW and SGD only.
         negatives (`str`, *optional*):
-            `"own"`: cross-entropy over the expert's own classes. `"seen"`: over all classes seen so far, with the rows
-            of earlier experts frozen. `"own"` in the own recipe, `"seen"` in the paper's.
+            `"own"`: cross-entropy over the expert's own classes. `"seen"`, in the paper's recipe: over all classes
+            seen so far, with the rows of earlier experts frozen.
         augmentation (`bool`, *optional*):
             Random resized crop (scale 0.05 to 1) and horizontal flip. The backbone then runs in every epoch. Off in
             the own recipe, on in the paper's.
@@ -146,47 +128,38 @@ class ContinualTrainingArguments(TrainingArguments):
     """
 
     # TrainingArguments has other defaults for these; None means that the recipe sets them.
-    learning_rate: float | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
-    num_train_epochs: float | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
-    per_device_train_batch_size: int | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
-    optim: str | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
-    lr_scheduler_type: str | None = field(default=None, metadata={"help": "Set by the recipe."})  # type: ignore[assignment]
-    max_grad_norm: float | None = field(default=0.0, metadata={"help": "Gradients are not clipped unless asked."})  # type: ignore[assignment]
-    per_device_eval_batch_size: int = field(default=32, metadata={"help": "Images in a pass of the backbone."})
-    logging_strategy: str = field(default="epoch", metadata={"help": "When to log within a task."})
+    learning_rate: float | None = _field(None, "Set by the recipe.")  # type: ignore[assignment]
+    num_train_epochs: float | None = _field(None, "Set by the recipe.")  # type: ignore[assignment]
+    per_device_train_batch_size: int | None = _field(None, "Set by the recipe.")  # type: ignore[assignment]
+    optim: str | None = _field(None, "Set by the recipe.")  # type: ignore[assignment]
+    lr_scheduler_type: str | None = _field(None, "Set by the recipe.")  # type: ignore[assignment]
+    max_grad_norm: float | None = _field(0.0, "Gradients are not clipped unless asked.")  # type: ignore[assignment]
+    per_device_eval_batch_size: int = _field(32, "Images in a pass of the backbone.")
+    logging_strategy: str = _field("epoch", "When to log within a task.")
     dataloader_pin_memory: bool = field(
         default_factory=torch.accelerator.is_available, metadata={"help": "Pin memory, where there is an accelerator."}
     )
-    save_strategy: str = field(default="no", metadata={"help": "Checkpoints within a task."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "The collator takes what it needs."})
+    save_strategy: str = _field("no", "Checkpoints within a task.")
+    remove_unused_columns: bool = _field(False, "The collator takes what it needs.")
 
-    recipe: str = field(default="own", metadata={"help": "Defaults to train by.", "choices": tuple(RECIPES)})
-    l1_weight: float | None = field(default=None, metadata={"help": "Weight of the l1 penalty on the LuCA module."})
-    l1_proximal: bool = field(default=False, metadata={"help": "Take the penalty's step by soft-threshold."})
-    negatives: str | None = field(
-        default=None, metadata={"help": "Classes in the loss.", "choices": CHOICES["negatives"]}
-    )
-    augmentation: bool | None = field(default=None, metadata={"help": "Random resized crop and horizontal flip."})
-    schedule_per_epoch: bool | None = field(default=None, metadata={"help": "Change the learning rate per epoch."})
-    class_mean_rows: bool = field(default=True, metadata={"help": "Replace rows by class means after a task."})
-    cache_features: bool = field(default=True, metadata={"help": "Compute [CLS] once per image and task."})
-    augmented_views: int = field(default=0, metadata={"help": "Augmented views of each image to compute [CLS] of."})
-    features_cache_dir: str | None = field(default=None, metadata={"help": "Where [CLS] is kept."})
-    features_dtype: str = field(
-        default="float32", metadata={"help": "How [CLS] is stored.", "choices": CHOICES["features_dtype"]}
-    )
-    on_bad_image: str = field(
-        default="raise",
-        metadata={"help": "What an image does that cannot be read.", "choices": CHOICES["on_bad_image"]},
-    )
-    router: str = field(default="entropy", metadata={"help": "Chooses the expert of each image."})
-    routing_scope: str = field(
-        default="sample", metadata={"help": "Choose per image.", "choices": CHOICES["routing_scope"]}
-    )
-    statistics: bool = field(default=True, metadata={"help": "Collect statistics of the training features."})
-    statistics_rank: int = field(default=64, metadata={"help": "Rows kept of each class's scatter; -1 for all."})
-    statistics_random_features: int = field(default=0, metadata={"help": "Random features for the ridge router."})
-    plots: bool = field(default=False, metadata={"help": "Draw pictures of the run when it ends."})
+    recipe: str = _field("own", "Defaults to train by.", "recipe")
+    l1_weight: float | None = _field(None, "Weight of the l1 penalty on the LuCA module.")
+    l1_proximal: bool = _field(False, "Take the penalty's step by soft-threshold.")
+    negatives: str | None = _field(None, "Classes in the loss.", "negatives")
+    augmentation: bool | None = _field(None, "Random resized crop and horizontal flip.")
+    schedule_per_epoch: bool | None = _field(None, "Change the learning rate per epoch.")
+    class_mean_rows: bool = _field(True, "Replace rows by class means after a task.")
+    cache_features: bool = _field(True, "Compute [CLS] once per image and task.")
+    augmented_views: int = _field(0, "Augmented views of each image to compute [CLS] of.")
+    features_cache_dir: str | None = _field(None, "Where [CLS] is kept.")
+    features_dtype: str = _field("float32", "How [CLS] is stored.", "features_dtype")
+    on_bad_image: str = _field("raise", "What an image does that cannot be read.", "on_bad_image")
+    router: str = _field("entropy", "Chooses the expert of each image.")
+    routing_scope: str = _field("sample", "Choose per image.", "routing_scope")
+    statistics: bool = _field(True, "Collect statistics of the training features.")
+    statistics_rank: int = _field(64, "Rows kept of each class's scatter; -1 for all.")
+    statistics_random_features: int = _field(0, "Random features for the ridge router.")
+    plots: bool = _field(False, "Draw pictures of the run when it ends.")
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -206,10 +179,10 @@ class ContinualTrainingArguments(TrainingArguments):
                 setattr(self, name, value)
         super().__post_init__()
         self._check_choices(*CHOICES)
-        for name, (is_valid, needed) in RANGES.items():
-            _check(self, name, is_valid(getattr(self, name)), needed)
+        for name, least in LEAST.items():
+            _check(self, name, least <= getattr(self, name) < float("inf"), f"a finite number of at least {least}")
+        _check(self, "max_steps", self.max_steps > 0 or self.max_steps == -1, "above 0, or -1 for num_train_epochs")
         self._check_combinations()
-        self._check_router()
 
     def _check_types(self) -> None:
         """Refuse "False" where True or False is needed, and make numpy's numbers Python's, which JSON can hold."""
@@ -255,8 +228,6 @@ class ContinualTrainingArguments(TrainingArguments):
                 f"hub_strategy is {HubStrategy(self.hub_strategy).value!r}, but checkpoints hold pickled state and "
                 "are not pushed. Use 'every_save', which pushes each expert when it is learned, or 'end'."
             )
-
-    def _check_router(self) -> None:
         router = self.make_router()
         if router.name == "oracle":
             raise ValueError("router='oracle' needs the expert of each image, which a stream does not tell.")

@@ -33,15 +33,8 @@ def measure_stage(
     tuner: LucaModel, names: Sequence[str], tests: Mapping[str, FeatureDataset], device: Any, whole: bool = False
 ) -> Measured:
     """
-    Measures a model on the test images of each learned task, with the router that is set.
-
-    Args:
-        tuner ([`LucaModel`]): The model's tuner.
-        names (`list[str]`): The learned tasks.
-        tests (`dict[str, FeatureDataset]`):
-            Task → [CLS] of its test images, with the expert's own labels. Tasks without are not measured.
-        device (`torch.device`): Where to compute.
-        whole (`bool`, *optional*, defaults to `False`): Route all test images of a task as one batch.
+    Measures a model on the test images of each learned task (`tests`: [CLS], with the expert's own labels), with the
+    router that is set. `whole` routes all test images of a task as one batch.
 
     Returns:
         `dict`: per task, or `None` where not measured: `accuracy` over all classes, routed; `routing`, the share of
@@ -65,29 +58,18 @@ def measure_stage(
                 experts=task_of_expert[routed.expert.cpu()],
                 task_known_predictions=own[tuner.expert_logits(z, name).argmax(1).cpu()],
             )
-    figures: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a leak: run_figures warns
-        figures = (metric.compute() or {}) if metric.writer is not None else {}
-    measured: Measured = {}
-    for name, figure in (
-        ("accuracy", "per_task_accuracy"),
-        ("routing", "per_task_routing_accuracy"),
-        ("task_known", "per_task_known_accuracy"),
-    ):
-        values = figures.get(figure, [])
-        measured[name] = [*values, *[None] * (len(names) - len(values))]
-    return measured
+        figures = (metric.compute() or {}) if tests else {}
+    columns = {"accuracy": "accuracy", "routing": "routing_accuracy", "task_known": "known_accuracy"}
+    measured = {name: list(figures.get(f"per_task_{figure}", [])) for name, figure in columns.items()}
+    return {name: values + [None] * (len(names) - len(values)) for name, values in measured.items()}
 
 
 def run_figures(records: list[Record], last: Measured | None = None, shared_classes: bool = False) -> dict[str, Any]:
     """
-    Computes all figures from what the stages measured.
-
-    Args:
-        records (`list[dict]`): The learned tasks, each with what its stage measured.
-        last (`dict`, *optional*): Takes the place of what the last stage measured.
-        shared_classes (`bool`, *optional*, defaults to `False`): Whether experts share classes.
+    Computes all figures from what the stages measured. `last` replaces what the last stage measured.
+    `shared_classes` says whether experts share classes.
     """
     if not records:
         return {}

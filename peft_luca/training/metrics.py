@@ -17,6 +17,7 @@ from datasets import Features, Value
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[Any]
 
+_REQUIRED = ("predictions", "references", "task", "stage")
 # Columns of the metric that may be left out, and what stands in them then.
 _OPTIONAL = ("experts", "task_known_predictions")
 _NOT_GIVEN = -1
@@ -36,13 +37,13 @@ def stage_accuracies(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> Floats:
     """
     measured, images = _checked(matrix, counts)
     weights = np.where(np.isnan(measured), 0.0, images)  # (stages, tasks)
-    right, seen = (weights * np.nan_to_num(measured)).sum(axis=1), weights.sum(axis=1)
-    return _share(right, seen)
+    return _share((weights * np.nan_to_num(measured)).sum(axis=1), weights.sum(axis=1))
 
 
 def average_accuracy(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> float:
     """Ā, average incremental accuracy: the mean of the stage accuracies. Shapes as in [`stage_accuracies`]."""
-    return _mean(stage_accuracies(matrix, counts))
+    stages = stage_accuracies(matrix, counts)
+    return float("nan") if np.isnan(stages).all() else float(np.nanmean(stages))
 
 
 def last_accuracy(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> float:
@@ -51,32 +52,15 @@ def last_accuracy(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> float:
 
 
 def forgetting(matrix: npt.ArrayLike) -> float:
-    """How far the tasks fell below their best: the mean over tasks of (best accuracy at an earlier stage - accuracy at
-    the last stage). Positive means forgotten. (Chaudhry et al., 2018.)
-
-    Args:
-        matrix (`np.ndarray` of shape `(stages, tasks)`):
-            Accuracies, NaN where not measured. Tasks that were not measured both at the last stage and before it, such
-            as the last task, are ignored.
-
-    Returns:
-        `float`: In [-1, 1]; 0.0 if there is no task to compare.
-    """
+    """Mean over tasks of (best accuracy at an earlier stage - accuracy at the last stage), in [-1, 1]; 0.0 if no task
+    was measured at both. Positive means forgotten. (Chaudhry et al., 2018.) Shapes as in [`stage_accuracies`]."""
     earlier, last = _earlier_and_last(_checked(matrix)[0])
     return float(np.mean(np.nanmax(earlier, axis=0) - last)) if last.size else 0.0
 
 
 def backward_transfer(matrix: npt.ArrayLike) -> float:
-    """What later tasks did to earlier ones: the mean over tasks of (accuracy at the last stage - accuracy at the stage
-    that first measured the task, when it was just learned). Negative means forgotten. (Lopez-Paz & Ranzato, 2017.)
-
-    Args:
-        matrix (`np.ndarray` of shape `(stages, tasks)`):
-            Accuracies, NaN where not measured. The same tasks are ignored as by [`forgetting`].
-
-    Returns:
-        `float`: In [-1, 1]; 0.0 if there is no task to compare.
-    """
+    """Mean over tasks of (accuracy at the last stage - accuracy when the task was just learned), in [-1, 1]; 0.0 if no
+    task was measured at both. Negative means forgotten. (Lopez-Paz & Ranzato, 2017.)"""
     earlier, last = _earlier_and_last(_checked(matrix)[0])
     if not last.size:
         return 0.0
@@ -98,11 +82,9 @@ def summarize(
         counts (`np.ndarray` of shape `(tasks,)`):
             Test images per task. Tasks without any are ignored.
         task_known (`np.ndarray` of shape `(tasks,)`, *optional*):
-            After the last stage, each task's accuracy when the expert of the image's own task answers. NaN where not
-            measured.
+            After the last stage, each task's accuracy when the task's own expert answers, NaN where not measured.
         routing (`np.ndarray` of shape `(tasks,)`, *optional*):
-            After the last stage, the share of each task's images for which the router chose the task's own expert. NaN
-            where not measured.
+            After the last stage, the share of each task's images for which the router chose the task's own expert.
 
     Returns:
         `dict`: `average_accuracy`, `last_accuracy`, `forgetting`, `backward_transfer`, `routing_accuracy` and
@@ -137,12 +119,13 @@ def summarize(
     }
 
 
-# evaluate ships no types, so for mypy its classes are Any.
 class ContinualAccuracy(evaluate.Metric):
     """The accuracy matrix and its figures as a metric of the `evaluate` library, computed in memory.
 
-    One row per prediction: a test image of task `task`, predicted after stage `stage`. Every stage must predict all of
-    a task's test images.
+    One row per prediction: `predictions` and `references` are class ids; `task` is the index of the image's task and
+    `stage` that of the last task learned. Optional columns: `experts`, the task whose expert was chosen (gives
+    `routing_accuracy`), and `task_known_predictions`, the class ids predicted by the task's own expert (gives
+    `task_known_accuracy`). Every stage must predict all of a task's test images.
 
     Args:
         **kwargs:
@@ -164,19 +147,11 @@ class ContinualAccuracy(evaluate.Metric):
         super().__init__(**kwargs)
 
     def _info(self) -> evaluate.MetricInfo:
-        columns = ("predictions", "references", "task", "stage", *_OPTIONAL)
         return evaluate.MetricInfo(
             description="Accuracy matrix of continual learning (stages x tasks) and the figures computed from it.",
             citation="",
-            inputs_description="""
-            predictions, references: global class ids, int.
-            task: index of the task the test image belongs to, int.
-            stage: index of the stage after which it was predicted, int.
-            experts: index of the task whose expert was chosen, int, optional; gives routing_accuracy.
-            task_known_predictions: class ids predicted by the task's own expert, int, optional; gives
-                task_known_accuracy.
-            """,
-            features=Features({name: Value("int64") for name in columns}),
+            inputs_description=self.__doc__ or "",
+            features=Features({name: Value("int64") for name in (*_REQUIRED, *_OPTIONAL)}),
             format="numpy",
         )
 
@@ -185,12 +160,11 @@ class ContinualAccuracy(evaluate.Metric):
         return "" if self.keep_in_memory else str(super()._build_data_dir())
 
     def add_batch(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> None:
-        """Add rows. Every argument is a sequence of ints of one length; `experts` and `task_known_predictions` may be
-        left out."""
+        """Adds rows. Every argument is a sequence of ints of one length; the optional columns may be left out."""
         batch = {"predictions": predictions, "references": references, **kwargs}
-        for name in ("predictions", "references", "task", "stage"):
-            if batch.get(name) is None:
-                raise ValueError(f"{name} is missing; every row needs predictions, references, task and stage.")
+        missing = [name for name in _REQUIRED if batch.get(name) is None]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing; every row needs {', '.join(_REQUIRED)}.")
         rows = {name: np.asarray(column) for name, column in batch.items() if column is not None}
         for name, column in rows.items():
             if column.shape != (rows["predictions"].size,) or column.dtype.kind not in "iu":
@@ -203,26 +177,25 @@ class ContinualAccuracy(evaluate.Metric):
         super().add_batch(**rows)
 
     def add(self, *, prediction: Any = None, reference: Any = None, **kwargs: Any) -> None:
-        """Add one row; the other arguments are named as in [`~ContinualAccuracy.add_batch`]."""
+        """Adds one row; the other arguments are named as in [`~ContinualAccuracy.add_batch`]."""
         row = {"predictions": prediction, "references": reference, **kwargs}
         self.add_batch(**{name: [value] for name, value in row.items() if value is not None})
 
-    def compute(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> dict[str, Any] | None:
-        """Add the given rows, if any, and return [`summarize`]'s figures of all rows added since the last call, with
+    def compute(self, **kwargs: Any) -> dict[str, Any] | None:
+        """Adds the given rows, if any, and returns [`summarize`]'s figures of all rows added since the last call, with
         `per_task_known_accuracy` and `per_task_routing_accuracy` (after the last stage; `list` or `None`)."""
-        batch = {"predictions": predictions, "references": references, **kwargs}
-        if any(column is not None for column in batch.values()):
-            self.add_batch(**batch)
+        if kwargs:
+            self.add_batch(**kwargs)
         if self.writer is None:
-            raise ValueError("there are no rows: pass predictions, references, task and stage, or call add_batch.")
+            raise ValueError(f"there are no rows: pass {', '.join(_REQUIRED)}, or call add_batch.")
         result: dict[str, Any] | None = super().compute()
         return result
 
-    def _compute(
-        self, *, predictions: Ints, references: Ints, task: Ints, stage: Ints, **optional: Ints
-    ) -> dict[str, Any]:
+    def _compute(self, *, task: Ints, stage: Ints, **columns: Ints) -> dict[str, Any]:
         images = np.zeros((stage.max() + 1, task.max() + 1))
+        correct = np.zeros_like(images)
         np.add.at(images, (stage, task), 1)
+        np.add.at(correct, (stage, task), columns["predictions"] == columns["references"])
         counts = images.max(axis=0)
         if len(uneven := np.argwhere((images > 0) & (images != counts))):
             i, j = uneven[0]
@@ -232,19 +205,17 @@ class ContinualAccuracy(evaluate.Metric):
             )
         last = stage == stage.max()
 
-        def per_task(name: str, correct: Ints) -> Floats | None:
-            """Share of correct rows of the last stage, (tasks,); `None` if the column was left out."""
-            given = optional[name][last] != _NOT_GIVEN
-            if not given.any():
-                return None
+        def per_task(name: str, expected: Ints) -> Floats | None:
+            """Share of rows of the last stage where a column is as expected, (tasks,); `None` if left out."""
+            given = columns[name][last] != _NOT_GIVEN
             if not given.all():
-                raise ValueError(f"{name} is given for {given.sum()} of {given.size} rows of the last stage; give all")
-            return _share(np.bincount(task[last], weights=correct[last], minlength=len(counts)), images[-1])
+                if given.any():
+                    raise ValueError(f"{name} is given for {given.sum()} of {given.size} rows of the last stage.")
+                return None
+            right = columns[name][last] == expected[last]
+            return _share(np.bincount(task[last], weights=right, minlength=len(counts)), images[-1])
 
-        correct = np.zeros_like(images)
-        np.add.at(correct, (stage, task), predictions == references)
-        known = per_task("task_known_predictions", optional["task_known_predictions"] == references)
-        routing = per_task("experts", optional["experts"] == task)
+        known, routing = per_task("task_known_predictions", columns["references"]), per_task("experts", task)
         figures = summarize(_share(correct, images), counts, task_known=known, routing=routing)
         for name, values in (("per_task_known_accuracy", known), ("per_task_routing_accuracy", routing)):
             figures[name] = None if values is None else [_or_none(value) for value in values]
@@ -281,19 +252,13 @@ def _last_stage_mean(argument: str, values: npt.ArrayLike | None, measured: Floa
     per_task = np.asarray(values, dtype=np.float64)
     if per_task.shape != images.shape:
         raise ValueError(f"{argument} must have one value for each of {len(images)} tasks, got shape {per_task.shape}")
-    per_task = np.where(np.isnan(measured[-1]), np.nan, per_task)
-    return _or_none(last_accuracy(per_task[None], images))
+    return _or_none(last_accuracy(np.where(np.isnan(measured[-1]), np.nan, per_task)[None], images))
 
 
 def _share(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> Floats:
     """part / whole, NaN where there is no whole."""
     share: Floats = np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=whole > 0)
     return share
-
-
-def _mean(values: Floats) -> float:
-    measured = values[~np.isnan(values)]
-    return float(measured.mean()) if measured.size else float("nan")
 
 
 def _or_none(value: float) -> float | None:

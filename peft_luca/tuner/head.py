@@ -15,7 +15,7 @@ from .config import LucaConfig
 from .layer import LucaLayer, luca_layers
 
 
-# What enters the head, by `config.model_type`; see docs/architectures.md. Other image classifiers of transformers pass
+# What enters the head, by `config.model_type`; see docs/backbones.md. Other image classifiers of transformers pass
 # another pooled vector. A model that is none of them needs `target_modules`.
 CLS_FIRST = ("vit", "vit_msn", "deit", "pvt")
 CLS_AND_PATCHES = ("dinov2", "dinov2_with_registers")  # [CLS] and the patches' mean side by side

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -253,10 +254,11 @@ class LucaLayer(ExpertStore):
     def experts(self) -> LucaExperts:
         """The layer's experts as routers see them."""
         device = next(iter(self.luca_class_rows.values())).device
-        experts = self._experts
-        if experts is None or experts.device != device:
-            experts = self._experts = LucaExperts(self, device)
-        return experts
+        if self._experts is None or self._experts.device != device:
+            with nullcontext() if torch.compiler.is_compiling() else _PREPARING:
+                if self._experts is None or self._experts.device != device:
+                    self._experts = LucaExperts(self, device)
+        return self._experts
 
     @property
     def label_space(self) -> LabelSpace:

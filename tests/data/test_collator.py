@@ -30,7 +30,7 @@ def test_labels_are_mapped():
     assert ImageCollator(make_processor(), "image", {0: 7, 1: 5})(rows())["labels"].tolist() == [7, 7, 5]
     tensors = [{**row, "labels": torch.tensor(row["labels"])} for row in rows()]
     assert ImageCollator(make_processor(), "image", {0: 7, 1: 5})(tensors)["labels"].tolist() == [7, 7, 5]
-    with pytest.raises(ValueError, match=r"has the label 1, but the experts' classes are the labels \[0\]"):
+    with pytest.raises(ValueError, match=r"has the label 1, but the experts' classes are \[0\]"):
         ImageCollator(make_processor(), "image", {0: 7})(rows())
 
 

@@ -7,6 +7,7 @@ import datasets
 import pandas as pd
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, IterableDataset, Value, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from PIL import Image as PilImage
 
 from peft_luca import TaskStream
@@ -79,7 +80,6 @@ def streaming(features=TEXT, **kwargs):
         ({"train/1.png": 1, "bus/3.png": 3}, {"bus": ([3], []), "train": ([1], [])}),
         ({"vehicles/train/steam/1.png": 1, "vehicles/bus/city/2.png": 2}, {"city": ([2], []), "steam": ([1], [])}),
         ({"猫/ä ö.png": 1, "café/b #1%20[c].png": 2}, {"猫": ([1], []), "café": ([2], [])}),
-        ({"README.md": b"# Cats\n", "cat/1.png": 1}, {"cat": ([1], [])}),
         ({"README.md": b"---\nlicense: mit\n---\n", "cat/1.png": 1}, {"cat": ([1], [])}),
         (  # other files, so many that load_dataset would read text
             {f"cat/notes{i}.txt": b"x" for i in range(9)}
@@ -120,16 +120,16 @@ def test_a_relative_path_outlives_a_change_of_the_working_folder(folder, monkeyp
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"cat/1.png": 1, "dog/2.png": 2, "logo.png": 3}, r"logo\.png is not in a folder of a class"),
-        ({"cat/1.png": 1, "dog/2.png": 2, "cat/more/3.png": 3}, r"more/3\.png is not in a folder of a class"),
-        ({"1.png": 1}, r"1\.png is not in a folder of a class"),
-        ({"train/1.png": 1, "test/2.png": 2}, "are in 'test', 'train', which may be splits or classes"),
-        ({"train/cat/1.png": 1, "spare/2.png": 2}, "has images in 'spare', beside its splits 'train'"),
-        ({"train/cat/1.png": 1, "training/cat/2.png": 2}, "folders 'train', 'training', which name a split twice"),
+        ({"cat/1.png": 1, "dog/2.png": 2, "logo.png": 3}, r"logo\.png is not in the folder of a class"),
+        ({"cat/1.png": 1, "dog/2.png": 2, "cat/more/3.png": 3}, r"more/3\.png is not in the folder of a class"),
+        ({"1.png": 1}, r"1\.png is not in the folder of a class"),
+        ({"train/1.png": 1, "test/2.png": 2}, "'test', 'train' may be splits or classes"),
+        ({"train/cat/1.png": 1, "spare/2.png": 2}, "beside the splits 'train' there is 'spare'"),
+        ({"train/cat/1.png": 1, "training/cat/2.png": 2}, "folders 'train', 'training' name a split twice"),
         ({"test/cat/1.png": 1}, r"no split 'train'; it has \['test'\]"),
-        ({"all/train/cat/1.png": 1, "all/test/cat/2.png": 2}, r"splits 'test', 'train' further down, as in .*2\.png"),
-        ({"a/val/cat/2.png": 2, "b/train/cat/1.png": 1, "b/x/cat/3.png": 3}, "splits 'train', 'validation' further"),
-        ({"all/test/cat/1.png": 1}, "its splits 'test' further down"),
+        ({"all/train/cat/1.png": 1, "all/test/cat/2.png": 2}, r"splits are further down, as in .*2\.png"),
+        ({"a/val/cat/2.png": 2, "b/train/cat/1.png": 1, "b/x/cat/3.png": 3}, "splits are further down"),
+        ({"all/test/cat/1.png": 1}, "splits are further down"),
     ],
 )
 def test_a_folder_whose_classes_are_not_clear_is_refused(folder, files, message):
@@ -175,7 +175,6 @@ def test_a_format_is_reset(kind):
     [
         (("train", "test", "validation"), {}, "test"),
         (("train", "validation"), {}, "validation"),
-        (("train", "dev"), {}, "dev"),
         (("train", "extra"), {}, None),
         (("train", "extra"), {"test_split": "extra"}, "extra"),
         (("test", "validation"), {"train_split": "test"}, "validation"),
@@ -195,7 +194,6 @@ def test_which_split_is_tested_on(splits, arguments, tested):
         (Dataset.from_dict({}), {"test_split": "test"}, ValueError, "needs a DatasetDict, found a Dataset"),
         (Dataset.from_dict({}).with_transform(lambda row: row), {}, ValueError, "has a transform"),
         ([{"image": 0}], {}, TypeError, "found a list; needed a datasets.Dataset"),
-        ({"train": Dataset.from_dict({})}, {}, TypeError, "found a dict; needed a datasets.Dataset"),
         ((None, Dataset.from_dict({})), {}, TypeError, "found a NoneType"),
     ],
 )
@@ -231,18 +229,9 @@ def test_rows_that_come_only_once_are_all_read():
     assert (len(tasks[0].train), len(tasks.append(stream()).train)) == (2, 2)
 
 
-@pytest.mark.parametrize("count", [0, 3])
-def test_a_streaming_dataset_that_fails_is_not_used(count):
+def test_a_streaming_dataset_that_fails_is_not_used():
     stream = TaskStream.from_tasks([Dataset.from_list(list(rows()), TEXT)])
-    message = rf"failed after {count} rows: RuntimeError\('no sensor'\)\. None of them is used"
-    with pytest.raises(ValueError, match=message):
-        stream.append(streaming(count=count, error=RuntimeError("no sensor")))
+    with pytest.raises(DatasetGenerationError) as error:
+        stream.append(streaming(count=3, error=RuntimeError("no sensor")))
+    assert "no sensor" in str(error.value.__cause__)
     assert len(stream) == 1
-
-
-@pytest.mark.parametrize("features", [None, TEXT])
-def test_a_streaming_dataset_without_rows_is_empty(features):
-    empty = streaming(features, count=0)
-    with pytest.raises(ValueError, match=r"the train images.* are none; every task needs at least one"):
-        TaskStream.from_dataset(empty, image_column="image")
-    assert TaskStream.from_dataset((Dataset.from_list(list(rows()), TEXT), empty))[0].test is None

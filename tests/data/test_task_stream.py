@@ -82,10 +82,8 @@ def test_without_a_seed_classes_keep_the_order_of_the_dataset():
     ("labels", "order", "expected"),
     [
         (named("abc", 0, 1, 2), ["c", "a", "b"], "cab"),
-        (named("abc", 0, 1, 2), [2, 0, 1], "cab"),
         (named("abc", 0, 1, 2), np.array([2, 0, 1]), "cab"),
         (images([7, 3, 5]), [7, 3, 5], "735"),
-        (images([7, 3, 5]), ["5", "7", "3"], "573"),
     ],
 )
 def test_class_order_by_name_or_label(labels, order, expected):
@@ -141,6 +139,15 @@ def test_train_and_test_are_matched_by_name():
     assert stream[0].test is None
 
 
+def test_encoded_images_and_paths_are_taken_too(tmp_path):
+    (tmp_path / "1.png").write_bytes(PNG)
+    paths = Dataset.from_dict({"image": [str(tmp_path / "1.png")], "label": ["a"]})
+    for data in (images(["a"]).cast_column("image", Image(decode=False)), paths):
+        task = TaskStream.from_dataset(data, image_column="image")[0]
+        assert task.train.features["image"] == Image()
+        assert task.train[0]["image"].size == (2, 2)
+
+
 def test_labels_of_any_type():
     for kind in ("int8", "uint16", "uint64"):
         assert TaskStream.from_dataset(images([3, 72], Value(kind)), seed=None).classes == ("3", "72")
@@ -155,6 +162,8 @@ def test_test_size_holds_out_the_same_share_of_each_class():
     assert sorted(itertools.chain(held_out, *(paths(task.train) for task in stream))) == sorted(paths(data))
     assert sorted(paths(TaskStream.from_dataset(data, seed=None, test_size=0.2)[0].test)) == held_out
     assert sorted(paths(TaskStream.from_dataset(data, seed=1, test_size=0.2)[0].test)) != held_out
+    single = TaskStream.from_dataset(images([0, 0, 1]), increment=1, seed=None, test_size=0.5)[1]
+    assert (len(single.train), single.test) == (1, None)  # a class of one image is not tested
     alone = TaskStream.from_dataset(images([0] * 10), seed=None, test_size=0.2)
     assert paths(alone[0].test) == paths(stream[0].test)  # whatever the other classes are
 
@@ -188,22 +197,21 @@ def test_one_task_per_domain_with_shared_classes():
 
 
 def test_the_domain_order_changes_only_the_numbers_of_labels():
-    forward = TaskStream.from_domains(domains())
-    backward = TaskStream.from_domains(domains(), domain_order=["sketch", "photo"])
+    forward, backward = (TaskStream.from_domains(domains(), domain_order=o) for o in (None, ["sketch", "photo"]))
     for one, other in zip(forward, reversed(list(backward)), strict=True):
         assert (one.name, one.classes, paths(one.train)) == (other.name, other.classes, paths(other.train))
         assert names_of(forward, one.train) == names_of(backward, other.train)
 
 
 def test_bad_domains_are_refused():
-    with pytest.raises(ValueError, match="no column 'style'; pass domain_column, one of"):
+    with pytest.raises(ValueError, match=r"Column name \['style'\] not in the dataset"):
         TaskStream.from_domains(domains(), domain_column="style")
     with pytest.raises(ValueError, match=r"domain_order needs each of the 2 .*missing: 'photo'"):
         TaskStream.from_domains(domains(), domain_order=["sketch"])
-    with pytest.raises(ValueError, match=r"'a\.b': .*adapter name.*from_tasks\(\{name: dataset"):
+    with pytest.raises(ValueError, match=r"letters, digits, '_', '-', 128 at most, got 'a\.b'"):
         TaskStream.from_domains(images(["a"], domain=["a.b"]))
     train = domains()["train"]
-    with pytest.raises(ValueError, match=r"column 'domain' of the test images .* which no train image has: 'oil'"):
+    with pytest.raises(ValueError, match=r"column 'domain' of the test images has values outside .*: 'oil'"):
         TaskStream.from_domains((train, images(["a"], domain=["oil"])))
     with pytest.raises(ValueError, match="task 'photo' has test images but no train images of the classes 'c'"):
         TaskStream.from_domains((train, images(["c"], domain=["photo"])))
@@ -224,6 +232,8 @@ def test_tasks_from_a_list_a_dict_and_a_generator():
     stream = TaskStream.from_tasks(dict(zip(["x", "y-1", "Z_2"], parts, strict=True)))
     assert [task.name for task in stream] == ["x", "y-1", "Z_2"]
     assert len(TaskStream.from_tasks(part for part in parts)) == 3
+    with pytest.raises(ValueError, match="at least one task, found none"):
+        TaskStream.from_tasks([])
 
 
 def test_append_keeps_known_ids_and_pop_removes_new_ones():
@@ -244,14 +254,13 @@ def test_append_keeps_known_ids_and_pop_removes_new_ones():
 @pytest.mark.parametrize(
     ("dataset", "name", "match"),
     [
-        (images(["a"]), "first", "a task 'first' already"),
-        (images(["a"]), "First", "a task 'first' already, so another cannot be named 'First'"),
-        (images(["a"]), "a/b", "cannot be named 'a/b'"),
-        (images(["a"]), "", "cannot be named"),
-        (images(["a"]), 1, "cannot be named 1"),
-        ((images(["a"]), images(["b"])), None, "test images of task 'task_1' .*outside the label space.* has: 'b'"),
-        (images([1]), None, "of the train images of task 'task_1' holds integers, the other tasks hold class names"),
-        (images(["b"], column="picture"), None, "no column 'image'; pass image_column, one of"),
+        (images(["a"]), "first", "a task 'first', so another cannot be named 'first'"),
+        (images(["a"]), "First", "a task 'first', so another cannot be named 'First'"),
+        (images(["a"]), "a/b", "the name of a task has .* got 'a/b'"),
+        (images(["a"]), 1, "the name of a task has .* got 1"),
+        ((images(["a"]), images(["b"])), None, "test images of task 'task_1' has values outside .*: 'b'"),
+        (images([1]), None, "of the train images of task 'task_1' must hold class names or integers as"),
+        (images(["b"], column="picture"), None, r"Column name \['image'\] not in"),
         (images([]), None, "train images of task 'task_1' are none"),
         (images(["a", "cafe\u0301", "café"]), None, "look the same"),
     ],
@@ -265,23 +274,11 @@ def test_a_refused_task_does_not_change_the_stream(dataset, name, match):
 
 
 @pytest.mark.parametrize(
-    "one",
-    [
-        images(["a"]),
-        "folder",
-        datasets.IterableDatasetDict(),
-        DatasetDict(train=images(["a"]), test=images(["a"])),
-        {"train": images(["a"]), "test": images(["a"])},
-    ],
+    "one", ["folder", datasets.IterableDatasetDict(), {"train": images(["a"]), "test": images(["a"])}]
 )
 def test_one_dataset_is_not_a_list_of_tasks(one):
-    with pytest.raises(ValueError, match=rf"needs a list or a dict of datasets, found one {type(one).__name__}; to"):
+    with pytest.raises(ValueError, match=rf"needs a list or a dict of datasets .* found one {type(one).__name__}"):
         TaskStream.from_tasks(one)
-
-
-def test_a_stream_without_tasks_is_refused():
-    with pytest.raises(ValueError, match="at least one task, found none"):
-        TaskStream.from_tasks([])
 
 
 # --- warnings ---
@@ -290,8 +287,6 @@ def test_a_stream_without_tasks_is_refused():
 @pytest.mark.parametrize(
     ("parts", "begin", "shared"),
     [
-        ([images([0, 1]), images([0, 1])], 0, "'0', '1'"),
-        ([images([0, 1]), images([0, 1, 2])], 0, "'0', '1'"),
         ([images([1, 2]), images([0, 1])], 0, "'1'"),
         ([images([0, 1, 2]), images([1, 2])], 1, "'1', '2'"),
         ([images([0], ClassLabel(num_classes=2)), images([0], ClassLabel(num_classes=2))], 0, "'0'"),
@@ -301,7 +296,7 @@ def test_a_stream_without_tasks_is_refused():
 def test_numbers_that_begin_again_are_warned_about(parts, begin, shared):
     """Only the user knows whether 0 is the same class in each task."""
     with pytest.warns(
-        UserWarning, match=rf"of task 'task_1' begin at {begin}, and {shared} are labels of earlier.*names="
+        UserWarning, match=rf"of task 'task_1' begin at {begin}, and {shared} are taken for classes of earl.*names="
     ) as caught:
         TaskStream.from_tasks(parts)
     assert len(caught) == 1
@@ -312,11 +307,9 @@ def test_labels_that_continue_are_not_warned_about(parts):
     TaskStream.from_tasks([images(part) for part in parts])
 
 
-@pytest.mark.parametrize(
-    "names", [("Cat", "cat"), ("big  cat", "big cat"), ("ﬁn", "fin"), ("a\u00a0b", "a b"), ("\ufeffcat", "cat")]
-)
+@pytest.mark.parametrize("names", [("Cat", "cat"), ("ﬁn", "fin"), ("a\u00a0b", "a b"), ("\ufeffcat", "cat")])
 def test_names_that_differ_only_in_spelling_are_warned_about(names):
-    with pytest.warns(UserWarning, match="differ only in case, spaces, invisible characters or") as caught:
+    with pytest.warns(UserWarning, match="differ only in case, spaces or invisible characters") as caught:
         stream = TaskStream.from_dataset(images([*names, "dog"]), increment=1)
     assert len(caught) == 1
     assert set(stream.classes) == {*names, "dog"}
@@ -328,7 +321,7 @@ def test_names_that_differ_only_in_spelling_are_warned_about(names):
 
 @pytest.mark.parametrize("name", ["Cat", "cat ", unicodedata.normalize("NFD", "café")])
 def test_a_test_split_that_spells_a_class_differently_is_refused_with_a_hint(name):
-    with pytest.raises(ValueError, match=r"which no train image has.*spelled differently: .* for '") as refused:
+    with pytest.raises(ValueError, match=r"outside the label space .*spelled differently: .* for '") as refused:
         TaskStream.from_dataset((images(["cat", "café"]), images([name])))
     assert ascii(name) in str(refused.value)
 
@@ -339,44 +332,45 @@ def test_a_test_split_that_spells_a_class_differently_is_refused_with_a_hint(nam
 @pytest.mark.parametrize(
     ("dataset", "arguments", "match"),
     [
-        (images(["a"]), {"label_column": "y"}, r"no column 'y'; pass label_column, one of \['image', 'label'\]"),
-        (images(["a"]), {"image_column": "img"}, "no column 'img'; pass image_column, one of"),
-        (
-            images(["a"]),
-            {"image_column": "label"},
-            r"must be decoded images in RGB, found Value\('string'\).*cast_col",
-        ),
-        (images(["a"]).cast_column("image", Image(decode=False)), {}, "must be decoded images .*decode=False"),
-        (images(["a"]).cast_column("image", Image(mode="L")), {}, "must be decoded images in RGB, found .*mode='L'"),
+        (images(["a"]), {"label_column": "y"}, r"Column name \['y'\] not in the dataset. Current columns"),
         (images(["a"], column="labels"), {}, r"columns \['labels'\] are duplicated"),
-        (images(["a"]).remove_columns("image"), {}, r"0 columns of images .*one of \['label'\], after cast_column"),
+        (
+            images(["a"]).remove_columns("image"),
+            {},
+            r"columns of images \[\]; pass image_column, one of \['label'\]",
+        ),
         (
             images(["a"]).add_column("b", [{"bytes": PNG, "path": None}], feature=Image()),
             {},
-            r"2 columns of images \(\['image', 'b'\]\)",
+            r"columns of images \['image', 'b'\]; pass",
         ),
         (images(["a", None]), {}, r"column 'label' of the train images is empty \(None\) in 1 rows, first in row 1"),
         (named("ab", 0, None, 1), {}, "first in row 1"),
         (named("ab", 0, 1, -1), {}, "row 2 of column 'label' of the train images is -1, which names no class"),
-        (images([3, -1]), {}, "row 1 .* is -1"),
         (images([0.5], Value("float32")), {}, r"one ClassLabel, integer or string per image, found Value\('float32'"),
         (images([[0, 1]], List(Value("int64"))), {}, "integer or string per image, found List"),
-        (images([True], Value("bool")), {}, "integer or string per image, found"),
         (images([]), {}, "the train images are none"),
         (images(["a", "b\n"]), {}, "no control characters"),
-        ((images(["a"]), images(["a", "b"])), {}, "label column of the test .*outside the label space.* has: 'b'"),
-        ((images(["a"]), images([1])), {}, "label column of the test .*outside the label space.* has: '1'"),
-        ((images(["a"]), images(["a"]).remove_columns("image")), {}, "test images have no column 'image'"),
+        (
+            (images(["a"]), images(["a", "b"])),
+            {},
+            "'label' of the test images has values outside .*: 'b'",
+        ),
+        ((images(["a"]), images([1])), {}, "outside the label space of the train images: '1'"),
         (images([0, 1]), {"increment": 3}, "increment must be a whole number from 1 to the 2 classes, got 3"),
-        (images([0, 1]), {"increment": 0}, "increment must be .* got 0"),
         (images([0, 1]), {"increment": 1, "init_classes": -1}, "init_classes must be .* got -1"),
-        (images([0, 1]), {"class_order": [0]}, "class_order needs each of the 2 .* once, found missing: '1'"),
-        (images([0, 1]), {"class_order": [0, 1, 1]}, "named twice: '1'"),
-        (images([0, 1]), {"class_order": [0, 2]}, "without a train image: '2'; missing: '1'"),
-        (images(["a", "b"]), {"class_order": [0, 1]}, "without a train image: '0', '1'; missing: 'a', 'b'"),
+        (images([0, 1]), {"class_order": [0, 1, 1]}, "each of the 2 .*; missing: none; repeated .*image: '1'"),
+        (
+            images([0, 1]),
+            {"class_order": [0, 2]},
+            "class_order .* missing: '1'; repeated or without .* image: '2'",
+        ),
+        (
+            images(["a", "b"]),
+            {"class_order": [0, 1]},
+            "missing: 'a', 'b'; repeated .* image: '0', '1'",
+        ),
         (images([0, 0]), {"test_size": 1.0}, r"test_size must be a share between 0 and 1, got 1\.0"),
-        (images([0, 0]), {"test_size": 0.0}, r"test_size must be a share between 0 and 1, got 0\.0"),
-        (images([0, 0, 1]), {"test_size": 0.5}, "class '1' has one image; test_size needs at least two"),
         ((images([0]), images([0])), {"test_size": 0.5}, "the dataset has 1 test images; leave out test_size"),
     ],
 )
@@ -388,7 +382,7 @@ def test_bad_data_is_refused(dataset, arguments, match):
 def test_a_missing_image_is_named_by_its_row():
     column = [None, *images(["b", "c"]).with_format("arrow")[:]["image"].to_pylist()]
     data = Dataset.from_dict({"image": column, "label": [*"abc"]}).cast_column("image", Image())
-    with pytest.raises(ValueError, match=r"column 'image' of the train images is empty \(None\) in 1 rows.* row 2"):
+    with pytest.raises(ValueError, match=r"column 'image' is empty \(None\) in 1 rows, first in row 2"):
         TaskStream.from_dataset(data.select([2, 1, 0]))
     assert len(TaskStream.from_dataset(data.select([2, 1]))[0].train) == 2
 
@@ -405,7 +399,7 @@ def test_files_that_are_both_train_and_test_images_are_refused(tmp_path):
         (tmp_path / name).write_bytes(PNG)
     files = {"image": [str(tmp_path / "1"), str(tmp_path / "2")], "label": ["a", "a"]}
     both = Dataset.from_dict(files, Features(image=Image(), label=Value("string")))
-    with pytest.raises(ValueError, match=r"1 files are both train and test images, such as .*/2; remove them from"):
+    with pytest.raises(ValueError, match=r"1 files are both train and test images, such as .*/2$"):
         TaskStream.from_dataset((both, both.select([1])))
     assert len(TaskStream.from_dataset((both.select([0]), both.select([1])))[0].test) == 1
 

@@ -189,3 +189,9 @@ def test_with_the_batch_scope_one_expert_answers_the_whole_batch():
     assert torch.equal(output.entropy, entropy(scores)[:, t])
     other = FakeExperts(turned(THREE))
     assert make_router("entropy", routing_scope="batch").route(Z, other).expert.tolist() == [2 - t] * len(Z)
+
+
+def test_a_function_made_for_its_number_of_experts_can_be_set():
+    bias = torch.tensor([0.0, 1.0, 2.0])
+    router = make_router(lambda scores: scores.amax(dim=2) + bias)
+    assert router.cost(torch.zeros(4, 3, 5)).shape == (4, 3)

@@ -516,7 +516,7 @@ def test_a_second_run_is_kept_out_until_ctrl_c_which_says_how_to_resume(tmp_path
         time.sleep(0.05)
     before = files_in(tmp_path / "out")
     second = make_trainer(tmp_path / "out", num_train_epochs=1)
-    message = r"another run is at work in \S+out, and two would overwrite each other's experts"
+    message = r"another run is at work in \S+out\. Wait for its end"
     for act in (second.train, lambda: second.train_task(second.stream[0]), lambda: second.delete_adapter("task_0")):
         with pytest.raises(RuntimeError, match=message):
             act()

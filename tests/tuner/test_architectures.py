@@ -1,5 +1,5 @@
 """
-Where the head is and what enters it, for every image classifier that PEFT_NOTES.md and docs/architectures.md name.
+Where the head is and what enters it, for every image classifier that docs/backbones.md names.
 
 The table in the docs is made from the rows below: `python tests/tuner/test_architectures.py` writes it anew.
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from peft_luca import LucaConfig, LucaLayer
 
 
-DOCS = Path(__file__).parents[2] / "docs" / "architectures.md"
+DOCS = Path(__file__).parents[2] / "docs" / "backbones.md"
 
 FLAT = {
     "hidden_size": 16,
