@@ -1,4 +1,4 @@
-"""The batches of an epoch, whatever the number of processes, and the progress bar over them."""
+"""The batches of an epoch, the extraction of [CLS], and what is shown of their progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 from torch.utils.data import Sampler
+from tqdm.auto import tqdm
 from transformers import ProgressCallback
+from transformers.utils import logging
+
+from ..data.collator import ImageCollator
+from ..data.feature_cache import FeatureExtractor
+from ..tuner.model import LucaModel
+
+
+logger = logging.get_logger(__name__)
 
 
 def collate(rows: Any, images: Callable[[Any], Any]) -> Any:
@@ -18,15 +27,8 @@ def collate(rows: Any, images: Callable[[Any], Any]) -> Any:
 class EpochBatches(Sampler[list[int]]):
     """
     The batches of an epoch, in a random order that is the same in all processes, each of which takes its part of every
-    batch. The number of processes then changes neither the batches nor, with a loss that is the mean over the whole
-    batch, the training, even if the last batch is short. A part may be empty.
-
-    Args:
-        dataset (`Sized`): The dataset. Its `set_epoch`, if it has one, is called as well.
-        batch_size (`int`): Of all processes together.
-        seed (`int`): Seed of the first epoch's order; the next epochs add to it.
-        rank, processes (`int`, *optional*): This process's number, and how many there are.
-        drop_last (`bool`, *optional*, defaults to `False`): Leave out a last batch that is short.
+    batch of `batch_size`. The number of processes then changes neither the batches nor, with a loss that is the mean
+    over the whole batch, the training, even if the last batch is short. A part may be empty.
     """
 
     def __init__(
@@ -38,7 +40,8 @@ class EpochBatches(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        getattr(self.dataset, "set_epoch", lambda epoch: None)(epoch)
+        if hasattr(self.dataset, "set_epoch"):  # it has several views
+            self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
         rows = len(self.dataset)
@@ -63,3 +66,26 @@ class ExpertProgressCallback(ProgressCallback):
         if self.training_bar is not None:
             shown = ("loss", "cross_entropy", "l1_penalty", "eval_accuracy")
             self.training_bar.set_postfix({name: f"{logs[name]:.3f}" for name in shown if name in (logs or {})})
+
+
+def print_line(args: Any, line: str) -> None:
+    """Prints a line for the user past the progress bars, or logs it where there are none."""
+    if args.process_index == 0:
+        logger.info(line) if args.disable_tqdm else tqdm.write(line)
+
+
+def make_extractor(tuner: LucaModel, collator: ImageCollator, args: Any, writes: bool = True) -> FeatureExtractor:
+    """What computes [CLS] of images, as the arguments say."""
+    device, dtype = args.device, tuner.backbone.dtype
+    options = ("pin_memory", "multiprocessing_context", "prefetch_factor")
+    return FeatureExtractor(
+        lambda pixels: tuner.pooled_features(pixels.to(device, dtype)),
+        collator,
+        args.per_device_eval_batch_size,
+        args.dataloader_num_workers,
+        args.features_dtype,
+        args.on_bad_image,
+        writes,
+        args.disable_tqdm,
+        {name: getattr(args, f"dataloader_{name}") for name in options},
+    )

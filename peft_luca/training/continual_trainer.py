@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import time
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import ProgressCallback
 from transformers.trainer_utils import HubStrategy, TrainOutput, has_length
 from transformers.utils import logging
@@ -28,14 +28,13 @@ from ..tuner.config import LucaConfig
 from ..tuner.model import quiet_peft, tuner_of
 from ..utils import pluralize
 from .arguments import ContinualTrainingArguments
-from .batches import ExpertProgressCallback
-from .evaluation import all_figures, decoded_by_collator, images_to_evaluate, measure, save_plots
+from .batches import ExpertProgressCallback, print_line
+from .evaluation import TaskFeatures, all_figures, measure, save_plots
 from .expert_trainer import ExpertTrainer
-from .figures import Accuracy, Measured, Record, numbers, task_line
+from .figures import Accuracy, Record, numbers, task_line
 from .publishing import PublishingTrainer
 from .run_folder import RESULTS_FORMAT, RunFolder, run_settings
-from .stream_checks import check_arguments, check_task, make_template, task_seed
-from .task_features import TaskFeatures, print_line
+from .stream_checks import check_arguments, check_task, make_template
 
 
 logger = logging.get_logger(__name__)
@@ -57,9 +56,6 @@ class ContinualTrainer(PublishingTrainer):
         kwargs:
             Other arguments of [`~transformers.Trainer`], such as `callbacks`, which see every task's training, or
             `compute_loss_func` and `optimizer_cls_and_kwargs`, which are used for every task.
-
-    Raises:
-        ValueError: an argument does not fit. Nothing has been written then.
     """
 
     def __init__(
@@ -92,7 +88,7 @@ class ContinualTrainer(PublishingTrainer):
         self.stream = stream
         self.luca_config = template
         self.folder = RunFolder(str(args.output_dir), args.should_save)
-        self.task_features = TaskFeatures(stream, args, collator)
+        self.task_features = TaskFeatures(self)
         self._records: list[Record] = []  # one per learned task, as results.json has them
         self._pushing: Future[Any] | None = None  # to the Hub, in the background
 
@@ -116,14 +112,11 @@ class ContinualTrainer(PublishingTrainer):
 
         Raises:
             ValueError: the folder holds a run of another stream or of other settings.
-            RuntimeError: another run uses the folder.
             FloatingPointError: a loss or a weight is not a finite number.
         """
         if isinstance(resume_from_checkpoint, str):
-            raise ValueError(
-                f"a stream is resumed task by task from args.output_dir, not from {resume_from_checkpoint!r}. Call "
-                "train() with the same output_dir."
-            )
+            checkpoint = f"the checkpoint {resume_from_checkpoint!r}"
+            raise ValueError(f"a stream is resumed from args.output_dir, task by task, not from {checkpoint}.")
         with self.folder.lock():
             self._resume(refuse=resume_from_checkpoint is False)
             learned = self._learned
@@ -135,10 +128,8 @@ class ContinualTrainer(PublishingTrainer):
         steps = sum(output.global_step for output in outputs)
         loss = sum(output.training_loss * output.global_step for output in outputs) / max(steps, 1)
         seconds = sum(output.metrics["train_runtime"] for output in outputs)
-        per_second = round(steps / seconds, 3) if seconds else 0.0
-        metrics = {"train_runtime": seconds, "train_steps_per_second": per_second, "train_loss": loss}
-        metrics["total_flos"] = self.state.total_flos
-        return TrainOutput(steps, loss, metrics | numbers(self._figures()))
+        metrics = {"train_runtime": seconds, "train_loss": loss, "total_flos": self.state.total_flos}
+        return TrainOutput(steps, loss, metrics | numbers(all_figures(self, self._records)))
 
     def train_task(self, task: Task | DatasetLike, name: str | None = None) -> TrainOutput:
         """
@@ -165,15 +156,9 @@ class ContinualTrainer(PublishingTrainer):
 
     def _train_task(self, task: Task) -> TrainOutput:
         if not any(task is known for known in self.stream):
-            raise ValueError(
-                f"the task {task.name!r} is not of the trainer's stream, so its labels mean nothing here. Pass its "
-                "dataset, which is then appended, or make the trainer with its stream."
-            )
+            raise ValueError(f"the task {task.name!r} is not of the trainer's stream. Pass its dataset, to append it.")
         if task.name in self._learned and task.name not in self.tuner.experts:
-            raise ValueError(
-                f"the task {task.name!r} was learned and its expert deleted. To learn it again pass its dataset under "
-                "another name."
-            )
+            raise ValueError(f"{task.name!r} was learned and its expert deleted. Pass its dataset under another name.")
         check_task(task, self.model, self.args)
         started = time.perf_counter()
         try:
@@ -181,50 +166,18 @@ class ContinualTrainer(PublishingTrainer):
             for split in ("train", "test"):  # an image that cannot be read stops the task before it is trained
                 if split == "train" or task.test is not None:
                     self.features(task, split)
-            self.task_features.check_classes(self.tuner, task)
+            self.task_features.check_classes(task)
             output = self._train_expert(task)
-            self.tuner.set_requires_grad(task.name, False)
             self._set_router()
             self._finish(task, output, time.perf_counter() - started)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self.is_world_process_zero():
-                done = f"{len(self._records)} of {len(self.stream)} tasks are finished and kept"
-                logger.warning(f"Interrupted: {done} in {self.args.output_dir}. Call train() again to go on.")
+                done = f"{len(self._records)} of {len(self.stream)} tasks are finished, and kept in"
+                logger.warning(f"Interrupted: {done} {self.args.output_dir}. To go on, call train() or start again.")
             if task.name not in self._learned:
                 self._drop_expert(task)
-                # Another task may come under the name.
-                self.task_features = TaskFeatures(self.stream, self.args, self.task_features.collator)
+                self.task_features = TaskFeatures(self)  # another task may come under the name
             raise
-        return output
-
-    def _train_expert(self, task: Task) -> TrainOutput:
-        args = copy.copy(self.args)
-        args.seed = task_seed(args.seed, task.classes)
-        args.report_to, args.push_to_hub = [], False  # the run's callbacks report, and the run pushes
-        get = partial(self.task_features.get_own, self.tuner, task)
-        train_dataset, collator = self.task_features.training_data(self.tuner, task)
-        if isinstance(train_dataset, FeatureDataset):  # rows of a memory map need no workers
-            args.dataloader_num_workers, args.dataloader_prefetch_factor = 0, None
-            args.dataloader_persistent_workers, args.dataloader_multiprocessing_context = False, None
-        trainer = ExpertTrainer(
-            self.model,
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=get("test") if args.eval_strategy != "no" else None,
-            expert=task.name,
-            processing_class=self.processing_class,
-            data_collator=collator,
-            features=get("train"),
-            **self._task_arguments,
-        )
-        trainer.callback_handler.callbacks = self.callback_handler.callbacks
-        trainer.earlier_steps = self.state.global_step
-        try:
-            output = trainer.train()
-        finally:
-            self.state.log_history += [dict[str, Any](entry, task=task.name) for entry in trainer.state.log_history]
-        for name in ("global_step", "max_steps", "total_flos"):
-            setattr(self.state, name, getattr(self.state, name) + getattr(trainer.state, name))
         return output
 
     def _add_expert(self, task: Task) -> None:
@@ -239,6 +192,33 @@ class ContinualTrainer(PublishingTrainer):
                     self._set_model(get_peft_model(self.model, config, adapter_name=task.name))
         self.model.eval()
 
+    def _train_expert(self, task: Task) -> TrainOutput:
+        args = copy.copy(self.args)
+        args.seed = task_seed(args.seed, task.classes)
+        args.report_to, args.push_to_hub = [], False  # the run's callbacks report, and the run pushes
+        train_dataset, collator = self.task_features.training_data(task)
+        trainer = ExpertTrainer(
+            self.model,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=self.task_features.get_own(task, "test") if args.eval_strategy != "no" else None,
+            expert=task.name,
+            processing_class=self.processing_class,
+            data_collator=collator,
+            features=self.task_features.get_own(task, "train"),
+            **self._task_arguments,
+        )
+        trainer.callback_handler.callbacks = self.callback_handler.callbacks
+        trainer.earlier_steps = self.state.global_step
+        try:
+            output = trainer.train()
+        finally:
+            self.state.log_history += [dict[str, Any](entry, task=task.name) for entry in trainer.state.log_history]
+        for name in ("global_step", "max_steps", "total_flos"):
+            setattr(self.state, name, getattr(self.state, name) + getattr(trainer.state, name))
+        self.tuner.set_requires_grad(task.name, False)
+        return output
+
     def _finish(self, task: Task, output: TrainOutput, seconds: float) -> None:
         record: dict[str, Any] = {
             "name": task.name,
@@ -250,26 +230,24 @@ class ContinualTrainer(PublishingTrainer):
             "train_loss": output.training_loss,
             "seconds": round(seconds, 3),
         }
-        record |= measure(self.tuner, self.task_features, [*self._records, record])
+        record |= measure(self, [*self._records, record])
         self._records.append(record)
-        figures = self._figures()
         try:
-            self.folder.add_expert(self.model, task.name, self.results())
+            results = self.results()
+            self.folder.add_expert(self.model, task.name, results)
         except BaseException:
             self._records.pop()  # a task is learned once it is on the disk
             raise
         self._push_learned()
-        line = task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes))
-        print_line(self.args, line)
-        self.log({f"stage_{name}": value for name, value in figures.items() if isinstance(value, float)})
+        done, tasks, classes = len(self._records), len(self.stream), len(self.tuner.classes)
+        print_line(self.args, task_line(done, tasks, record, results, classes))
+        self.log({f"stage_{name}": value for name, value in results.items() if isinstance(value, float)})
 
     def _drop_expert(self, task: Task) -> None:
         """Leaves the model as it was before a task that could not be finished."""
-        if not isinstance(self.model, PeftModel) or task.name not in self.tuner.experts:
-            return
-        if len(self.tuner.experts) == 1:
+        if isinstance(self.model, PeftModel) and list(self.tuner.experts) == [task.name]:
             self._set_model(self.tuner.unload())
-        else:
+        elif isinstance(self.model, PeftModel) and task.name in self.tuner.experts:
             self.model.delete_adapter(task.name)
             self._set_router()
 
@@ -277,9 +255,6 @@ class ContinualTrainer(PublishingTrainer):
         """
         Deletes a task's expert, in the model and in `args.output_dir`. Its task is not measured any more: its column
         of the accuracy matrix ends, and the last row is measured again with the remaining experts.
-
-        Args:
-            adapter_name (`str`): The task.
         """
         with self.folder.lock():
             self._resume()
@@ -288,7 +263,7 @@ class ContinualTrainer(PublishingTrainer):
             self.model.delete_adapter(adapter_name)
             self._set_router()
             if adapter_name in self._learned:
-                self._records[-1] |= measure(self.tuner, self.task_features, self._records)
+                self._records[-1] |= measure(self, self._records)
                 self.folder.delete_expert(adapter_name, self.results())
 
     # ---- evaluating ----------------------------------------------------------------------------------------------
@@ -308,12 +283,15 @@ class ContinualTrainer(PublishingTrainer):
         Returns:
             `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
         """
-        eval_dataset = images_to_evaluate(self.stream, eval_dataset)
+        if isinstance(eval_dataset, str):
+            eval_dataset = {task.name: task.test for task in self.stream if task.test is not None}[eval_dataset]
         if eval_dataset is not None:
+            if "labels" not in (getattr(eval_dataset, "column_names", None) or ["labels"]):
+                raise ValueError("eval_dataset needs a column 'labels' of global labels, stream.classes.index(name).")
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         if not self._records:
             raise ValueError("there is nothing to evaluate: no task has been learned. Call train() first.")
-        figures = self._figures(measure(self.tuner, self.task_features, self._records))
+        figures = all_figures(self, self._records, measure(self, self._records))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         matrix = metrics.pop(f"{metric_key_prefix}_accuracy_matrix")
         self.log(numbers(metrics))
@@ -325,7 +303,7 @@ class ContinualTrainer(PublishingTrainer):
         [CLS] of the `"train"` or `"test"` images of a task of the stream, `features` (images, d), with the stream's
         global labels, computed once and kept in `args.features_cache_dir`. With several processes all must call it.
         """
-        return self.task_features.get(self.tuner, task, split)
+        return self.task_features.get(task, split)
 
     def results(self) -> dict[str, Any]:
         """What `results.json` holds: the run's settings, each task as it was learned, and the figures."""
@@ -334,7 +312,7 @@ class ContinualTrainer(PublishingTrainer):
             "settings": run_settings(self.args, self.luca_config),
             "classes": list(self.stream.classes),
             "tasks": [r if r["name"] in self.tuner.experts else {**r, "deleted": True} for r in self._records],
-            **self._figures(),
+            **all_figures(self, self._records),
         }
 
     def save_plots(self) -> list[Path]:
@@ -347,15 +325,6 @@ class ContinualTrainer(PublishingTrainer):
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """As [`~transformers.Trainer.log_metrics`]; lists and figures that were not measured are left out."""
         super().log_metrics(split, numbers(metrics))
-
-    def _figures(self, last: Measured | None = None) -> dict[str, Any]:
-        return all_figures(self.tuner, self.args, self._records, last) if self._records else {}
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        return super().get_eval_dataloader(decoded_by_collator(self.stream, eval_dataset))
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        return super().get_test_dataloader(decoded_by_collator(self.stream, test_dataset))
 
     # ---- resuming and saving -------------------------------------------------------------------------------------
 
@@ -384,7 +353,7 @@ class ContinualTrainer(PublishingTrainer):
         self.model = self.model_wrapped = self.callback_handler.model = model
 
     def _set_router(self) -> None:
-        """Sets the router of the run. Images have the stream's labels, the model's logits the order of its experts."""
+        """Sets the router of the run, and maps the stream's labels of images to the order of the model's logits."""
         self.tuner.set_router(self.args.make_router())
         places = {name: i for i, name in enumerate(self.tuner.classes)}
         ids = {i: places[name] for i, name in enumerate(self.stream.classes) if name in places}
@@ -392,8 +361,6 @@ class ContinualTrainer(PublishingTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # A collection of experts: safetensors and JSON only, no pickled arguments as Trainer writes them.
-        if not isinstance(self.model, PeftModel):
-            raise ValueError("there is no expert to save: no task has been learned. Call train() first.")
         folder = self.folder if output_dir is None else RunFolder(output_dir, self.args.should_save)
         folder.save(self.model, self.processing_class, self._results())
 
@@ -408,9 +375,8 @@ class ContinualTrainer(PublishingTrainer):
 
     def _push_learned(self) -> None:
         """Pushes in the background, unless an earlier push is still running: the next one carries this task too."""
-        if not self.args.push_to_hub or self.args.hub_strategy != HubStrategy.EVERY_SAVE:
-            return
-        if self._pushing is not None and not self._pushing.done():
+        is_running = self._pushing is not None and not self._pushing.done()
+        if is_running or not self.args.push_to_hub or self.args.hub_strategy != HubStrategy.EVERY_SAVE:
             return
         error = None if self._pushing is None else self._pushing.exception()
         try:
@@ -419,3 +385,9 @@ class ContinualTrainer(PublishingTrainer):
             error = failure
         if error is not None:
             logger.warning(f"Pushing to the Hub failed, and is tried again after the next task: {error!r}")
+
+
+def task_seed(seed: int, classes: tuple[str, ...]) -> int:
+    """The seed of a task: from the run's seed and the class names, not from the task's place in the stream."""
+    text = json.dumps([seed, sorted(classes)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

@@ -1,53 +1,132 @@
-"""What a [`ContinualTrainer`] does with the images that it evaluates, and with all that it has measured."""
+"""[CLS] of a stream's tasks, computed once and kept in the cache, and what is measured and drawn with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate.utils import broadcast_object_list
 
 from .. import visualization
-from ..data.task_stream import TaskStream
+from ..data.collator import ImageCollator
+from ..data.feature_cache import FeatureDataset, default_cache_dir, digest_images, features_key
+from ..data.task_stream import Task
 from ..preprocessing import undecoded
-from ..tuner.model import LucaModel
+from .batches import make_extractor, print_line
 from .figures import COMPARING_STAGES, Measured, Record, measure_stage, run_figures
-from .task_features import TaskFeatures
 
 
-def measure(tuner: LucaModel, features: TaskFeatures, records: Sequence[Record]) -> Measured:
+class TaskFeatures:
+    """[CLS] of the images of a [`ContinualTrainer`]'s tasks. All processes must ask: each computes a part."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.stream, self.args = trainer, trainer.stream, trainer.args
+        self._features: dict[tuple[str, str], FeatureDataset] = {}
+        self._digests: dict[tuple[str, str], str] = {}
+
+    def get(self, task: Task, split: str) -> FeatureDataset:
+        """[CLS] of a task's `"train"` or `"test"` images, with the stream's global labels."""
+        if (task.name, split) not in self._features:
+            self._features[task.name, split] = self._extract(task, split)
+        return self._features[task.name, split]
+
+    def get_own(self, task: Task, split: str) -> FeatureDataset:
+        """The same, with the labels of the task's own expert, 0 … K-1."""
+        data = self.get(task, split)
+        return FeatureDataset(data.features, torch.tensor(self._own_labels(task))[data.labels])
+
+    def tests(self, names: Iterable[str]) -> dict[str, FeatureDataset]:
+        """Task → [CLS] of its test images, for those of the tasks that have test images and an expert."""
+        names = set(names) & set(self.trainer.tuner.experts)
+        tasks = [task for task in self.stream if task.name in names and task.test is not None]
+        return {task.name: self.get_own(task, "test") for task in tasks}
+
+    def training_data(self, task: Task) -> tuple[Any, ImageCollator]:
+        """What a task's expert is trained on, with its own labels: [CLS] or images, and the images' collator."""
+        args, plain = self.args, self.get_own(task, "train")
+        ids = {i: own for i, own in enumerate(self._own_labels(task)) if own >= 0}
+        collator = replace(self.trainer.data_collator, label_ids=ids, augmentation=bool(args.augmentation))
+        if not args.cache_features or (args.augmentation and not args.augmented_views):
+            return self.images(task, "train"), collator
+        views = [self._extract(task, "train", view).features for view in range(args.augmented_views)]
+        return FeatureDataset(views[0] if views else plain.features, plain.labels, views), collator
+
+    def images(self, task: Task, split: str) -> Any:
+        """A task's images, undecoded, without the unreadable ones that are to be skipped."""
+        dataset = undecoded(getattr(task, split), self.stream.image_column)
+        skipped = self.get(task, split).skipped if self.args.on_bad_image == "skip" else []
+        return dataset.select(np.delete(np.arange(len(dataset)), skipped)) if skipped else dataset
+
+    def _own_labels(self, task: Task) -> list[int]:
+        """Global id in the stream → the id of the task's own expert; -1 for a class that it lacks."""
+        return [task.classes.index(c) if c in task.classes else -1 for c in self.stream.classes]
+
+    def check_classes(self, task: Task) -> None:
+        """Raises if none of the images of a class could be read."""
+        readable = set(self.get_own(task, "train").labels.tolist())
+        for name in [name for i, name in enumerate(task.classes) if i not in readable][:1]:
+            raise ValueError(f"task {task.name!r}: none of the images of {name!r} can be read. Repair or remove them.")
+
+    def skipped(self, task: Task) -> int:
+        """How many images of a task were left out."""
+        return sum(len(data.skipped) for (name, _), data in self._features.items() if name == task.name)
+
+    def _extract(self, task: Task, split: str, view: int | None = None) -> FeatureDataset:
+        dataset, args, tuner = getattr(task, split), self.args, self.trainer.tuner
+        if dataset is None:
+            raise ValueError(f"task {task.name!r} has no {split} images.")
+        options = {"augmentation": view is not None, "view": view, "seed": args.seed}
+        collator = replace(self.trainer.data_collator, label_ids=None, **options)
+        key, images = "", (task.name, split)
+        if args.process_index == 0:
+            if images not in self._digests:
+                self._digests[images] = digest_images(dataset, self.stream.image_column)
+            key = features_key(tuner.backbone, collator, self._digests[images], args.features_dtype)
+        (key,) = broadcast_object_list([key])
+        path = Path(args.features_cache_dir or default_cache_dir()) / f"{key}.arrow"
+        description = f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}")
+        features = make_extractor(tuner, collator, args, args.should_save)(dataset, path, description)
+        if features.skipped and view is None:
+            line = f"{len(features.skipped)} of {len(dataset)} {split} images cannot be read and are left out"
+            print_line(args, f"{task.name}: {line}, first row {features.skipped[0]}")
+        return features
+
+
+def measure(trainer: Any, records: list[Record]) -> Measured:
     """What the model reaches on the learned tasks, computed by one process for all."""
-    names, args = [record["name"] for record in records], features.args
-    tests, measured = features.tests(tuner, names), None
-    tuner.eval()
-    if args.process_index == 0:
-        measured = measure_stage(tuner, names, tests, args.device, whole=args.routing_scope == "batch")
+    names, measured = [record["name"] for record in records], None
+    tests = trainer.task_features.tests(names)
+    trainer.model.eval()
+    if trainer.is_world_process_zero():
+        is_whole = trainer.args.routing_scope == "batch"
+        measured = measure_stage(trainer.tuner, names, tests, trainer.args.device, is_whole)
     (measured,) = broadcast_object_list([measured])
     return measured
 
 
-def all_figures(tuner: LucaModel, args: Any, records: list[Record], last: Measured | None = None) -> dict[str, Any]:
-    """
-    The figures of the run. Its last row may be measured again: if that is with another router, earlier stages cannot
-    be compared with it.
-    """
-    has_shared_classes = bool(records) and sum(map(len, tuner.experts.values())) > len(tuner.classes)
-    figures = run_figures(records, last, has_shared_classes)
-    if last is not None and tuner.router != args.make_router():
+def all_figures(trainer: Any, records: list[Record], last: Measured | None = None) -> dict[str, Any]:
+    """The figures of a run, whose last stage may be measured again."""
+    if not records:
+        return {}
+    tuner = trainer.tuner
+    figures = run_figures(records, last, sum(map(len, tuner.experts.values())) > len(tuner.classes))
+    if last is not None and tuner.router != trainer.args.make_router():
+        # Earlier stages were measured with another router and cannot be compared with this one.
         unknown = [[None] * len(records)] * (len(records) - 1)
         figures["accuracy_matrix"] = [*unknown, last["accuracy"]]
-        for name in COMPARING_STAGES:
-            figures.pop(name, None)
+        figures = {name: value for name, value in figures.items() if name not in COMPARING_STAGES}
     return figures
 
 
 def save_plots(trainer: Any) -> list[Path]:
     """Draws the plots of a run into its folder and into TensorBoard."""
-    tuner, features, files = trainer.tuner, trainer.task_features, []
-    tests = features.tests(tuner, tuner.experts)
-    tasks = [task for task in trainer.stream if task.name in tests]
-    images = {task.name: features.images(tuner, task, "test")[trainer.stream.image_column] for task in tasks}
+    features, stream, files = trainer.task_features, trainer.stream, []
+    tests = features.tests(trainer.tuner.experts)
+    images = {t.name: features.images(t, "test")[stream.image_column] for t in stream if t.name in tests}
     if trainer.is_world_process_zero():
         for name, figure in visualization.of_a_run(trainer.results(), trainer.model, tests, images):
             files.append(trainer.folder.save_figure(name, figure))
@@ -55,28 +134,3 @@ def save_plots(trainer: Any) -> list[Path]:
                 if getattr(callback, "tb_writer", None) is not None:
                     callback.tb_writer.add_figure(f"plots/{name}", figure, trainer.state.global_step)
     return files
-
-
-def images_to_evaluate(stream: TaskStream, dataset: Any) -> Any:
-    """A dataset, or the test images of the task of that name; `None` for those of all tasks."""
-    if isinstance(dataset, str):
-        tests = {task.name: task.test for task in stream if task.test is not None}
-        if dataset not in tests:
-            raise ValueError(f"there is no task {dataset!r} with test images, only {', '.join(tests)}.")
-        return tests[dataset]
-    columns = getattr(dataset, "column_names", None)
-    if columns is not None and "labels" not in columns:
-        raise ValueError(
-            f"eval_dataset has the columns {columns}, but needs its global labels in a column 'labels': "
-            "stream.classes.index(name) of each image's class."
-        )
-    return dataset
-
-
-def decoded_by_collator(stream: TaskStream, dataset: Any) -> Any:
-    """Images that our own collator decodes, unless the dataset has a transform of its own."""
-    column, columns = stream.image_column, getattr(dataset, "column_names", None)
-    if columns is not None and column not in columns:
-        raise ValueError(f"the dataset has the columns {columns}, but needs its images in a column {column!r}.")
-    has_transform = isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
-    return dataset if has_transform else undecoded(dataset, column)

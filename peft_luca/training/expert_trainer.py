@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback, enable_full_determinism, set_seed
+from transformers import ProgressCallback, set_seed
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 
@@ -25,23 +25,16 @@ from ..hub.validation import MAX_NUMBER
 from ..preprocessing import channels_of
 from ..tuner.model import LucaModel, tuner_of
 from .arguments import ContinualTrainingArguments
-from .batches import EpochBatches, ExpertProgressCallback, collate
+from .batches import EpochBatches, ExpertProgressCallback, collate, make_extractor
 from .figures import Accuracy
 from .publishing import PublishingTrainer
 from .sparsity import soft_threshold
-from .task_features import make_extractor
 
 
 class ExpertModule(nn.Module):
     """
-    The part of a model that is trained: one expert. Its parameters are the expert's alone, since `Trainer` walks over
-    all parameters of a module several times at each step.
-
-    Args:
-        tuner ([`LucaModel`]): The model's tuner.
-        expert (`str`): The expert.
-        all_classes (`bool`, *optional*, defaults to `False`):
-            Compute logits of all classes of all experts, `(batch, C)`, in place of the expert's own, `(batch, K)`.
+    The part of a model that is trained: one expert, with logits of its own classes, `(batch, K)`, or of those of all
+    experts, `(batch, C)`. It has no other parameters, since `Trainer` walks over all of a module's at each step.
     """
 
     def __init__(self, tuner: LucaModel, expert: str, all_classes: bool = False) -> None:
@@ -61,10 +54,7 @@ class ExpertModule(nn.Module):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
     ) -> ImageClassifierOutput:
-        """
-        [CLS] vectors `(batch, d)`, or images `(batch, channels, height, width)`, and labels `(batch,)` → logits, and
-        their cross-entropy as the mean over the batch, or over `num_items_in_batch` images.
-        """
+        """[CLS] `(batch, d)` or images, and labels `(batch,)` → logits, and their cross-entropy."""
         (tuner,) = self._tuner
         if features is None:
             assert pixel_values is not None, "a batch must hold features or pixel_values"
@@ -129,32 +119,23 @@ class ExpertTrainer(PublishingTrainer):
         args = ContinualTrainingArguments("trainer_output") if args is None else args
         if not isinstance(args, ContinualTrainingArguments):
             raise ValueError(f"args must be ContinualTrainingArguments, got {type(args).__name__}.")
-        if kwargs.get("model_init") is not None:
-            raise ValueError("model_init cannot be used here: make a model and an ExpertTrainer for each trial.")
         tuner = tuner_of(model)
         if expert is not None:
             model.set_adapter(expert)
         elif tuner.router is not None or not any(parameter.requires_grad for parameter in tuner.parameters()):
-            raise ValueError(
-                f"no expert of the model is active and trainable. Pass expert=, one of {', '.join(tuner.experts)}."
-            )
+            raise ValueError(f"no expert is active and trainable. Pass expert=, one of {', '.join(tuner.experts)}.")
         self.expert = expert or str(tuner.active_adapters[0])
         self.new_expert = new_expert
         self.earlier_steps = 0  # of earlier tasks, whose logs this training's follow
-        self._features = features
+        is_features = isinstance(train_dataset, FeatureDataset)
+        self._features = train_dataset if features is None and is_features else features
         self._module: Any = None
         self._loss_parts: dict[str, Tensor] = {}
         self._loss_steps = 0.0
         self._has_proximal_step = False
         kwargs.setdefault("compute_metrics", Accuracy())
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            **kwargs,
-        )
+        given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
+        super().__init__(model=model, args=args, **given, **kwargs)
         # ExpertModule divides its loss by num_items_in_batch.
         self.model_accepts_loss_kwargs = True
         if self.pop_callback(ProgressCallback) is not None:
@@ -163,8 +144,7 @@ class ExpertTrainer(PublishingTrainer):
         held = {id(p) for group in getattr(self.optimizer, "param_groups", ()) for p in group["params"]}
         if held and not any(id(p) in held for p in self.model.parameters() if p.requires_grad):
             raise ValueError(
-                f"optimizers holds no trainable parameter of expert {self.expert!r}. Make the optimizer of "
-                "[p for p in model.parameters() if p.requires_grad], or use optimizer_cls_and_kwargs."
+                f"optimizers holds no trainable parameter of expert {self.expert!r}. Use optimizer_cls_and_kwargs."
             )
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
@@ -180,16 +160,16 @@ class ExpertTrainer(PublishingTrainer):
         Raises:
             FloatingPointError: a loss or a weight is not a finite number.
         """
-        tuner, config = self.tuner, self.tuner.peft_config[self.expert]
+        tuner = self.tuner
         if self.new_expert:
+            config = tuner.peft_config[self.expert]
             if config.reference or tuner.backbone.image_size is not None:
                 # An expert that does not standardize by it has it as well: it identifies the backbone.
                 tuner.compute_reference(self.expert)
             if config.init_rows == "class_means":
                 self._set_rows_to_class_means(adapted=False)
             self.new_expert = False
-        seed = enable_full_determinism if self.args.full_determinism else set_seed
-        seed(self.args.seed)
+        set_seed(self.args.seed)
         self.model.train()
         output: TrainOutput = super().train(*args, **kwargs)
         self.model.eval()
@@ -197,8 +177,8 @@ class ExpertTrainer(PublishingTrainer):
             self._set_rows_to_class_means(adapted=True)
         if self.args.statistics:
             data, rank = self._plain_features(), self.args.statistics_rank
-            rank, random_features = (None if rank < 0 else rank), self.args.statistics_random_features
-            tuner.collect_statistics(self.expert, data.features, data.labels, rank, random_features)
+            options = (None if rank < 0 else rank, self.args.statistics_random_features)
+            tuner.collect_statistics(self.expert, data.features, data.labels, *options)
         for name, tensor in tuner.layer.tensors(self.expert).items():
             if not (tensor.abs() <= MAX_NUMBER).all():  # what is saved can be loaded again
                 self._refuse_numbers(f"{name} holds numbers that are not finite, or above {MAX_NUMBER:g}", 0)
@@ -211,13 +191,10 @@ class ExpertTrainer(PublishingTrainer):
     def _plain_features(self) -> FeatureDataset:
         """[CLS] of the training images without augmentation."""
         if self._features is None:
-            data = self.train_dataset
-            self._features = data if isinstance(data, FeatureDataset) else self._extract(data)
+            extract = make_extractor(self.tuner, self._image_collator(self.train_dataset), self.args)
+            description = f"{self.expert}: [CLS] of the training images"
+            self._features = extract(self.train_dataset, description=description)
         return self._features
-
-    def _extract(self, dataset: Any) -> FeatureDataset:
-        extract = make_extractor(self.tuner, self._image_collator(dataset), self.args)
-        return extract(dataset, description=f"{self.expert}: [CLS] of the training images")
 
     # ---- data ----------------------------------------------------------------------------------------------------
 
@@ -230,10 +207,7 @@ class ExpertTrainer(PublishingTrainer):
             images = self._image_collator(of_images[0])
             augmented = replace(images, augmentation=bool(self.args.augmentation))
         elif of_images and self.args.augmentation and not getattr(images, "augmentation", False):
-            raise ValueError(
-                "augmentation=True is done by the default data_collator, and yours would take its place. Set "
-                "augmentation=False, and augment in your data_collator."
-            )
+            raise ValueError("augmentation=True is done by the default data_collator, not by yours: drop one of them.")
         self.data_collator, self._train_collator = partial(collate, images=images), partial(collate, images=augmented)
 
     def _image_collator(self, dataset: Any) -> ImageCollator:
@@ -241,9 +215,8 @@ class ExpertTrainer(PublishingTrainer):
         columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
         if len(columns) != 1 or "labels" not in features or self.processing_class is None:
             raise ValueError(
-                f"images need a dataset with one column of images and a column 'labels', and a processing_class; got "
-                f"the columns {list(features)} and processing_class={type(self.processing_class).__name__}. Rename "
-                "the label column, or pass a data_collator that returns pixel_values and labels."
+                f"images need one column of images, a column 'labels', and a processing_class; got the columns "
+                f"{list(features)} and processing_class={type(self.processing_class).__name__}."
             )
         names, classes = getattr(features["labels"], "names", None), list(self.tuner.experts[self.expert])
         if names is not None and names != classes:
@@ -254,33 +227,27 @@ class ExpertTrainer(PublishingTrainer):
         return ImageCollator(self.processing_class, columns[0], channels=channels_of(self.model))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        args = self.args
+        args: Any = self.args
         dataset: Any = self.train_dataset
         if args.train_sampling_strategy != "random" or not has_length(dataset):
             plain, self.data_collator = self.data_collator, self._train_collator
-            loader = super().get_train_dataloader()
+            trainers_own = super().get_train_dataloader()
             self.data_collator = plain
-            return loader
+            return trainers_own
         processes = self.accelerator.num_processes
         batch_size = self._train_batch_size * processes
         seed = args.seed if args.data_seed is None else args.data_seed
         batches = EpochBatches(dataset, batch_size, seed, args.process_index, processes, args.dataloader_drop_last)
         if not len(batches):
-            raise ValueError(
-                f"expert {self.expert!r} has {len(dataset)} images, fewer than a batch of {batch_size}, and "
-                "dataloader_drop_last leaves none. Set it to False, or take smaller batches."
-            )
-        loader: Any = DataLoader(
-            dataset,
-            batch_sampler=batches,
-            collate_fn=self._train_collator,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
-            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
-        )
+            images = f"expert {self.expert!r} has {len(dataset)} images, fewer than a batch of {batch_size}"
+            raise ValueError(f"{images}, and dataloader_drop_last leaves none. Set it to False.")
+        names = ["pin_memory"]
+        if not isinstance(dataset, FeatureDataset):  # rows of a memory map need no workers
+            names += ["num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context"]
+        options = {name: getattr(args, f"dataloader_{name}") for name in names}
+        seed_workers = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
+        options |= {"batch_sampler": batches, "collate_fn": self._train_collator, "worker_init_fn": seed_workers}
+        loader: Any = DataLoader(self.train_dataset, **options)
         loader.set_epoch = batches.set_epoch  # Trainer calls it
         return loader
 
@@ -305,7 +272,7 @@ class ExpertTrainer(PublishingTrainer):
         """Cross-entropy, or `compute_loss_func`, + λ·Σ|θ| over the expert's LuCA module, once per optimizer step."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         micro_batches = self.current_gradient_accumulation_steps if model.training else 1
-        l1 = (self.args.l1_weight or 0.0) * self.tuner.l1_penalty(self.expert) / micro_batches
+        l1 = self.args.l1_weight * self.tuner.l1_penalty(self.expert) / micro_batches
         if model.training:
             name = "cross_entropy" if self.compute_loss_func is None else "custom_loss"
             for part, value in ((name, loss), ("l1_penalty", l1)):
@@ -317,10 +284,7 @@ class ExpertTrainer(PublishingTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
-        is_finite = loss.isfinite()
-        if self.accelerator.num_processes > 1:  # all processes stop, or none
-            is_finite = self.accelerator.reduce(is_finite.float(), "mean") == 1
-        if not is_finite:
+        if not loss.isfinite():
             self._refuse_numbers(f"the loss is {float(loss)}", 1)
         return loss
 
@@ -334,10 +298,8 @@ class ExpertTrainer(PublishingTrainer):
         optimizer = super().create_optimizer(model)
         if self.args.l1_proximal and not self._has_proximal_step:
             if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam)):  # AdamW is an Adam
-                name = type(optimizer).__name__
-                raise ValueError(f"l1_proximal needs the step size of SGD, Adam or AdamW, got the optimizer {name}.")
-            parameters = list(self.tuner.layer.luca_parameters(self.expert).values())
-            weight = self.args.l1_weight or 0.0
+                raise ValueError(f"l1_proximal needs SGD, Adam or AdamW, got {type(optimizer).__name__}.")
+            parameters, weight = list(self.tuner.layer.luca_parameters(self.expert).values()), self.args.l1_weight
             optimizer.register_step_post_hook(lambda stepped, *_: soft_threshold(stepped, parameters, weight))
             self._has_proximal_step = True
         return optimizer
@@ -347,12 +309,11 @@ class ExpertTrainer(PublishingTrainer):
             return super().create_scheduler(num_training_steps, optimizer)
         per_epoch = math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
         epochs = math.ceil(num_training_steps / per_epoch)
-
-        def factor(step: int) -> float:
-            # ½ (1 + cos(π · epoch / epochs)), as the authors' code steps it after each epoch
-            return 0.5 * (1.0 + math.cos(math.pi * (step // per_epoch) / epochs))
-
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer or self.optimizer,
+            # as the authors' code steps it after each epoch
+            lambda step: 0.5 * (1.0 + math.cos(math.pi * (step // per_epoch) / epochs)),
+        )
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -384,5 +345,5 @@ class ExpertTrainer(PublishingTrainer):
 
     def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
         if not blocking:
-            raise ValueError("blocking=False is for collections: an ExpertTrainer waits for the push of its expert.")
+            raise ValueError("blocking=False is for collections: an ExpertTrainer waits for its push.")
         return push_expert(self.model, self.expert, repo_id, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,12 @@ class PublishingTrainer(Trainer):
     data_collator: Any
     processing_class: Any
     expert: str | None = None
+    _push: Callable[..., Any]
 
     @property
     def tuner(self) -> LucaModel:
         """The model's LuCA tuner, once there is an expert."""
         return tuner_of(self.model)
-
-    def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
-        raise NotImplementedError
 
     def _results(self) -> dict[str, Any] | None:
         return None
@@ -47,8 +47,8 @@ class PublishingTrainer(Trainer):
     ) -> Any:
         """
         Pushes the trained experts, with their card, to `args.hub_model_id`, by default a repository named as the
-        output folder; see [`push_expert`] and [`push_experts`]. `kwargs` are arguments of `create_model_card`. What is
-        left out is taken from `args`.
+        output folder. Takes the arguments of [`~transformers.Trainer.push_to_hub`] and `create_model_card`; `token`,
+        `revision` and `private` default to those of `args`.
 
         Returns:
             [`~huggingface_hub.CommitInfo`], or a future of it. `None` on all processes but the first.
@@ -72,9 +72,9 @@ class PublishingTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """
-        Writes the card of the experts into the output folder, with the arguments of
-        [`~transformers.Trainer.create_model_card`], and `base_model` and `datasets` as in [`push_experts`].
-        `push_to_hub` makes its own.
+        Writes the card of the experts into the output folder; `push_to_hub` makes its own. Takes the arguments of
+        [`~transformers.Trainer.create_model_card`], and `base_model` and `datasets`. The card has no place for `tasks`
+        and `dataset_args`.
         """
         facts = CardFacts(results=self._results(), **_card_facts(*args, **kwargs))
         if self.is_world_process_zero():
@@ -84,24 +84,15 @@ class PublishingTrainer(Trainer):
                 path.write_text(make_card(self.tuner, name, facts, expert=self.expert), encoding="utf-8")
 
 
-def _card_facts(
-    language: str | None = None,
-    license: str | None = None,
-    tags: str | list[str] | None = None,
-    model_name: str | None = None,
-    finetuned_from: str | None = None,
-    tasks: str | list[str] | None = None,
-    dataset_tags: str | list[str] | None = None,
-    dataset: str | list[str] | None = None,
-    dataset_args: str | list[str] | None = None,
-    base_model: str | None = None,
-    datasets: str | list[str] | None = None,
-) -> dict[str, Any]:
-    """Trainer's arguments as [`CardFacts`] takes them. The card has no place for `tasks` and `dataset_args`."""
-    data = {"language": language, "tags": [tags] if isinstance(tags, str) else tags, "model_name": model_name}
+def _card_facts(*args: Any, base_model: Any = None, datasets: Any = None, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of [`~transformers.Trainer.create_model_card`], as [`CardFacts`] takes them."""
+    given = inspect.signature(Trainer.create_model_card).bind(None, *args, **kwargs).arguments
+    data = {name: given[name] for name in ("language", "tags", "model_name") if given.get(name)}
+    if isinstance(data.get("tags"), str):
+        data["tags"] = [data["tags"]]
     return {
-        "license": license,
-        "base_model": base_model or finetuned_from,
-        "datasets": datasets or dataset_tags or dataset,
-        "card_data": {name: value for name, value in data.items() if value} or None,
+        "license": given.get("license"),
+        "base_model": base_model or given.get("finetuned_from"),
+        "datasets": datasets or given.get("dataset_tags") or given.get("dataset"),
+        "card_data": data or None,
     }

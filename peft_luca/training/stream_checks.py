@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 from peft import PeftModel
@@ -12,7 +10,6 @@ from transformers.utils import logging
 
 from .. import visualization
 from ..data.task_stream import Task, TaskStream
-from ..preprocessing import image_size
 from ..tuner.config import LucaConfig
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import luca_layers
@@ -27,17 +24,10 @@ logger = logging.get_logger(__name__)
 REFUSED = {
     "train_dataset": "the tasks of the stream are trained on. Pass a stream",
     "eval_dataset": "the test images of the tasks are evaluated. Pass other images to evaluate()",
-    "data_collator": "[CLS] is cached as the image processor makes it. Put your preprocessing into processing_class, "
-    "or train each expert with an ExpertTrainer",
+    "data_collator": "[CLS] is cached as processing_class makes it. Put your preprocessing there",
     "optimizers": "the parameters of later tasks do not exist yet. Use optimizer_cls_and_kwargs=(class, {...})",
-    "model_init": "a run has one output_dir. Make a trainer for each trial of a hyperparameter search",
+    "model_init": "a run has one output_dir. Make a trainer for each trial",
 }
-
-
-def task_seed(seed: int, classes: tuple[str, ...]) -> int:
-    """The seed of a task: from the run's seed and the class names, not from the task's place in the stream."""
-    text = json.dumps([seed, sorted(classes)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
 def check_arguments(model: Any, args: Any, stream: Any, processing_class: Any, kwargs: dict[str, Any]) -> None:
@@ -45,18 +35,18 @@ def check_arguments(model: Any, args: Any, stream: Any, processing_class: Any, k
         if kwargs.get(name) is not None and kwargs[name] != (None, None):
             raise ValueError(f"{name} cannot be used here: {reason}.")
         kwargs.pop(name, None)
-    for name, value, fits, needed in (
+    for name, value, is_right, needed in (
         ("args", args, isinstance(args, ContinualTrainingArguments), "ContinualTrainingArguments"),
-        ("stream", stream, isinstance(stream, TaskStream), "a TaskStream, such as TaskStream.from_dataset makes"),
-        ("model", model, isinstance(model, nn.Module), "an image classifier or a PeftModel, loaded"),
-        ("processing_class", processing_class, callable(processing_class), "the backbone's image processor, loaded"),
+        ("stream", stream, isinstance(stream, TaskStream), "a TaskStream, such as TaskStream.from_dataset(...)"),
+        ("model", model, isinstance(model, nn.Module), "an image classifier or a PeftModel"),
+        ("processing_class", processing_class, callable(processing_class), "the backbone's image processor"),
     ):
-        if not fits:
+        if not is_right:
             raise ValueError(f"{name} must be {needed}, got {type(value).__name__}.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model's weights are on the meta device. Load them outside of torch.device('meta').")
     if args.plots:
         visualization.check_installed()  # now, not when all has been learned
-    if args.augmentation:
-        image_size(processing_class)  # raises if the processor has none
 
 
 def make_template(model: nn.Module, luca_config: LucaConfig | None, recipe: str) -> tuple[LucaConfig, nn.Module]:
@@ -71,15 +61,12 @@ def make_template(model: nn.Module, luca_config: LucaConfig | None, recipe: str)
             model = tuner.unload()
     elif luca_layers(model):
         raise ValueError(
-            "this backbone carries the experts of another PeftModel, such as an earlier trainer's. Take them off "
-            "(`trainer.model.unload()`) or load the backbone anew; an interrupted run goes on after either."
+            "this backbone carries the experts of another PeftModel, such as an earlier trainer's, and training would "
+            "overwrite them. Remove them (`trainer.model.unload()`), or load the backbone again."
         )
     template = LucaConfig() if luca_config is None else luca_config.template()
     if template.classes is not None:
-        raise ValueError(
-            f"luca_config names the classes {template.classes[:5]!r}, but each task of the stream names those of its "
-            "expert. Leave classes out."
-        )
+        raise ValueError("luca_config names classes, but each expert has those of its task. Leave classes out.")
     template.resolve(CONFIG_RECIPES[recipe])
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     template.widths(find_head(base, template).width)  # raises if reduction does not fit
@@ -88,12 +75,9 @@ def make_template(model: nn.Module, luca_config: LucaConfig | None, recipe: str)
 
 def check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments) -> None:
     if isinstance(model, PeftModel) and task.name in tuner_of(model).experts:
-        raise ValueError(
-            f"there is an expert {task.name!r} already, and the task needs one of its own. Delete it, or give "
-            "the task another name."
-        )
+        raise ValueError(f"there is an expert {task.name!r} already. Delete it, or give the task another name.")
     check_expert_name(task.name, model)
     if args.plots and task.name == PLOTS_NAME:
-        raise ValueError(f"a task cannot be called {task.name!r} with plots=True, which writes a folder of that name.")
+        raise ValueError(f"with plots=True no task can be called {PLOTS_NAME!r}, which is the plots' folder.")
     if args.eval_strategy != "no" and task.test is None:
         raise ValueError(f"eval_strategy is {args.eval_strategy!s}, but task {task.name!r} has no test images.")
