@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
-from transformers import ProgressCallback
 from transformers.trainer_utils import HubStrategy, TrainOutput, has_length
 from transformers.utils import logging
 
@@ -28,10 +27,10 @@ from ..tuner.config import LucaConfig
 from ..tuner.model import quiet_peft, tuner_of
 from ..utils import pluralize
 from .arguments import ContinualTrainingArguments
-from .batches import ExpertProgressCallback, print_line
+from .batches import print_line
 from .evaluation import TaskFeatures, all_figures, measure, save_plots
 from .expert_trainer import ExpertTrainer
-from .figures import Accuracy, Record, numbers, task_line
+from .figures import Record, numbers, task_line
 from .publishing import PublishingTrainer
 from .run_folder import RESULTS_FORMAT, RunFolder, run_settings
 from .stream_checks import check_arguments, check_task, make_template
@@ -47,15 +46,13 @@ class ContinualTrainer(PublishingTrainer):
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The backbone with its head, or a model that has LuCA experts: they are kept and take part. An only expert
-            `default` that was never trained, and whose classes were not named, is a template for the experts.
+            The backbone with its head, or a model with LuCA experts, which are kept and take part. An only expert
+            `default`, never trained and with no classes named, is a template for the experts.
         args ([`ContinualTrainingArguments`], *optional*): Output folder, recipe and hyperparameters.
         stream ([`TaskStream`]): The tasks. It may grow while the trainer lives.
         luca_config ([`LucaConfig`], *optional*): Template of every expert; `classes` come from the tasks.
         processing_class (`BaseImageProcessor`): The backbone's image processor.
-        kwargs:
-            Other arguments of [`~transformers.Trainer`], such as `callbacks`, which see every task's training, or
-            `compute_loss_func` and `optimizer_cls_and_kwargs`, which are used for every task.
+        kwargs: Other arguments of [`~transformers.Trainer`], such as `callbacks`, used for every task.
     """
 
     def __init__(
@@ -77,12 +74,9 @@ class ContinualTrainer(PublishingTrainer):
             tuner_of(model).layer.experts.prepared(args.make_router())  # raises if an expert lacks statistics
         check_processor(processing_class, model)
         collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
-        kwargs.setdefault("compute_metrics", Accuracy())
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
         given: dict[str, Any] = {"processing_class": processing_class, "data_collator": collator, "eval_dataset": []}
         super().__init__(model=model, args=args, **given, **kwargs)
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(ExpertProgressCallback)
         kwargs.pop("callbacks", None)  # tasks share the handler's
         self._task_arguments = kwargs
         self.stream = stream
@@ -102,13 +96,8 @@ class ContinualTrainer(PublishingTrainer):
     ) -> TrainOutput:
         """
         Learns every task of the stream that has not been learned. Tasks that an earlier run finished in
-        `args.output_dir` are loaded, so a run that was interrupted is resumed by starting it again.
-
-        Args:
-            resume_from_checkpoint (`bool`, *optional*): `False` refuses to resume an earlier run.
-
-        Returns:
-            [`~transformers.trainer_utils.TrainOutput`]: Steps, mean loss, and the numbers among the run's figures.
+        `args.output_dir` are loaded, so a run that was interrupted is resumed by starting it again, unless
+        `resume_from_checkpoint=False` refuses that. Returns steps, mean loss, and the run's figures that are numbers.
 
         Raises:
             ValueError: the folder holds a run of another stream or of other settings.
@@ -138,9 +127,6 @@ class ContinualTrainer(PublishingTrainer):
         Args:
             task ([`Task`] or dataset): A task of the stream, or a dataset, which is appended to the stream.
             name (`str`, *optional*): The new task's name, for a dataset.
-
-        Returns:
-            [`~transformers.trainer_utils.TrainOutput`]: That of the task's [`ExpertTrainer`].
         """
         with self.folder.lock():
             self._resume()
@@ -163,10 +149,7 @@ class ContinualTrainer(PublishingTrainer):
         started = time.perf_counter()
         try:
             self._add_expert(task)
-            for split in ("train", "test"):  # an image that cannot be read stops the task before it is trained
-                if split == "train" or task.test is not None:
-                    self.features(task, split)
-            self.task_features.check_classes(task)
+            self.task_features.extract(task)  # an image that cannot be read stops the task before it is trained
             output = self._train_expert(task)
             self._set_router()
             self._finish(task, output, time.perf_counter() - started)
@@ -239,8 +222,8 @@ class ContinualTrainer(PublishingTrainer):
             self._records.pop()  # a task is learned once it is on the disk
             raise
         self._push_learned()
-        done, tasks, classes = len(self._records), len(self.stream), len(self.tuner.classes)
-        print_line(self.args, task_line(done, tasks, record, results, classes))
+        counts = len(self._records), len(self.stream)
+        print_line(self.args, task_line(*counts, record, results, len(self.tuner.classes)))
         self.log({f"stage_{name}": value for name, value in results.items() if isinstance(value, float)})
 
     def _drop_expert(self, task: Task) -> None:
@@ -338,16 +321,16 @@ class ContinualTrainer(PublishingTrainer):
         if self._records:
             return
         records = self.folder.read(run_settings(self.args, self.luca_config), self.stream, refuse)
-        if not records:
-            return
         sources = {r["name"]: self.folder.path / r["name"] for r in records if not r.get("deleted")}
         if sources:
             self._set_model(load_experts(self.model, sources))
+        if not records:
+            return
         self._records = records
         self.state.global_step = sum(record["steps"] for record in records)
         self._set_router()
-        count = pluralize(len(self.stream), "task")
-        print_line(self.args, f"resuming after {len(records)} of {count} found in {self.folder.path}")
+        done = f"{len(records)} of {pluralize(len(self.stream), 'task')}"
+        print_line(self.args, f"resuming after {done} found in {self.folder.path}")
 
     def _set_model(self, model: nn.Module) -> None:
         self.model = self.model_wrapped = self.callback_handler.model = model
@@ -355,9 +338,8 @@ class ContinualTrainer(PublishingTrainer):
     def _set_router(self) -> None:
         """Sets the router of the run, and maps the stream's labels of images to the order of the model's logits."""
         self.tuner.set_router(self.args.make_router())
-        places = {name: i for i, name in enumerate(self.tuner.classes)}
-        ids = {i: places[name] for i, name in enumerate(self.stream.classes) if name in places}
-        self.data_collator.label_ids = ids
+        ids = {name: i for i, name in enumerate(self.stream.classes)}
+        self.data_collator.label_ids = {ids[name]: i for i, name in enumerate(self.tuner.classes) if name in ids}
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # A collection of experts: safetensors and JSON only, no pickled arguments as Trainer writes them.

@@ -65,11 +65,13 @@ class TaskFeatures:
         """Global id in the stream → the id of the task's own expert; -1 for a class that it lacks."""
         return [task.classes.index(c) if c in task.classes else -1 for c in self.stream.classes]
 
-    def check_classes(self, task: Task) -> None:
-        """Raises if none of the images of a class could be read."""
+    def extract(self, task: Task) -> None:
+        """Computes all [CLS] of a task. Raises if none of the training images of a class could be read."""
         readable = set(self.get_own(task, "train").labels.tolist())
-        for name in [name for i, name in enumerate(task.classes) if i not in readable][:1]:
+        for name in [name for i, name in enumerate(task.classes) if i not in readable]:
             raise ValueError(f"task {task.name!r}: none of the images of {name!r} can be read. Repair or remove them.")
+        if task.test is not None:
+            self.get(task, "test")
 
     def skipped(self, task: Task) -> int:
         """How many images of a task were left out."""
@@ -77,8 +79,6 @@ class TaskFeatures:
 
     def _extract(self, task: Task, split: str, view: int | None = None) -> FeatureDataset:
         dataset, args, tuner = getattr(task, split), self.args, self.trainer.tuner
-        if dataset is None:
-            raise ValueError(f"task {task.name!r} has no {split} images.")
         options = {"augmentation": view is not None, "view": view, "seed": args.seed}
         collator = replace(self.trainer.data_collator, label_ids=None, **options)
         key, images = "", (task.name, split)

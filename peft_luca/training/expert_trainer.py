@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback, set_seed
+from transformers import set_seed
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 
@@ -25,8 +25,7 @@ from ..hub.validation import MAX_NUMBER
 from ..preprocessing import channels_of
 from ..tuner.model import LucaModel, tuner_of
 from .arguments import ContinualTrainingArguments
-from .batches import EpochBatches, ExpertProgressCallback, collate, make_extractor
-from .figures import Accuracy
+from .batches import EpochBatches, collate, make_extractor
 from .publishing import PublishingTrainer
 from .sparsity import soft_threshold
 
@@ -88,14 +87,11 @@ class ExpertTrainer(PublishingTrainer):
         eval_dataset ([`FeatureDataset`], `datasets.Dataset` or a `dict` of them, *optional*): The same.
         expert (`str`, *optional*): The expert to train; the active one by default. It becomes the active one.
         processing_class (`BaseImageProcessor`, *optional*): The backbone's image processor. Needed for images.
-        data_collator (`Callable`, *optional*):
-            Makes batches of images, in place of an [`ImageCollator`]. With `augmentation=True` pass one that augments.
+        data_collator (`Callable`, *optional*): Makes batches of images, in place of an [`ImageCollator`].
         features ([`FeatureDataset`], *optional*):
             [CLS] of the training images without augmentation, for class means and statistics. Computed by default.
         new_expert (`bool`, *optional*, defaults to `True`): `False` continues the training of an expert as it is.
-        kwargs:
-            Other arguments of [`~transformers.Trainer`], as documented there. `compute_loss_func` replaces the
-            cross-entropy; the ℓ1 penalty is added to it.
+        kwargs: Other arguments of [`~transformers.Trainer`]. `compute_loss_func` replaces the cross-entropy.
     """
 
     optimizer: Any
@@ -133,19 +129,14 @@ class ExpertTrainer(PublishingTrainer):
         self._loss_parts: dict[str, Tensor] = {}
         self._loss_steps = 0.0
         self._has_proximal_step = False
-        kwargs.setdefault("compute_metrics", Accuracy())
         given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         super().__init__(model=model, args=args, **given, **kwargs)
         # ExpertModule divides its loss by num_items_in_batch.
         self.model_accepts_loss_kwargs = True
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(ExpertProgressCallback)
         self._set_collators(data_collator)
         held = {id(p) for group in getattr(self.optimizer, "param_groups", ()) for p in group["params"]}
         if held and not any(id(p) in held for p in self.model.parameters() if p.requires_grad):
-            raise ValueError(
-                f"optimizers holds no trainable parameter of expert {self.expert!r}. Use optimizer_cls_and_kwargs."
-            )
+            raise ValueError(f"optimizers holds no parameter of {self.expert!r}. Use optimizer_cls_and_kwargs.")
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         # From "cpu" to "cpu:0" torch would copy the backbone, and its facts would be computed again.
@@ -154,12 +145,7 @@ class ExpertTrainer(PublishingTrainer):
             super()._move_model_to_device(model, device)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """
-        Trains the expert. Takes and returns what [`~transformers.Trainer.train`] does.
-
-        Raises:
-            FloatingPointError: a loss or a weight is not a finite number.
-        """
+        """As [`~transformers.Trainer.train`]. Raises a `FloatingPointError` if a loss or weight is not finite."""
         tuner = self.tuner
         if self.new_expert:
             config = tuner.peft_config[self.expert]
@@ -196,8 +182,6 @@ class ExpertTrainer(PublishingTrainer):
             self._features = extract(self.train_dataset, description=description)
         return self._features
 
-    # ---- data ----------------------------------------------------------------------------------------------------
-
     def _set_collators(self, images: Any) -> None:
         """Collators of training and of evaluation, which differ by the augmentation."""
         evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
@@ -214,10 +198,8 @@ class ExpertTrainer(PublishingTrainer):
         features = getattr(dataset, "features", None) or {}
         columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
         if len(columns) != 1 or "labels" not in features or self.processing_class is None:
-            raise ValueError(
-                f"images need one column of images, a column 'labels', and a processing_class; got the columns "
-                f"{list(features)} and processing_class={type(self.processing_class).__name__}."
-            )
+            found = f"the columns {list(features)} and processing_class={type(self.processing_class).__name__}"
+            raise ValueError(f"images need a column of images, a column 'labels' and a processing_class; got {found}.")
         names, classes = getattr(features["labels"], "names", None), list(self.tuner.experts[self.expert])
         if names is not None and names != classes:
             raise ValueError(
@@ -231,9 +213,9 @@ class ExpertTrainer(PublishingTrainer):
         dataset: Any = self.train_dataset
         if args.train_sampling_strategy != "random" or not has_length(dataset):
             plain, self.data_collator = self.data_collator, self._train_collator
-            trainers_own = super().get_train_dataloader()
+            loader: Any = super().get_train_dataloader()
             self.data_collator = plain
-            return trainers_own
+            return loader
         processes = self.accelerator.num_processes
         batch_size = self._train_batch_size * processes
         seed = args.seed if args.data_seed is None else args.data_seed
@@ -247,7 +229,7 @@ class ExpertTrainer(PublishingTrainer):
         options = {name: getattr(args, f"dataloader_{name}") for name in names}
         seed_workers = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
         options |= {"batch_sampler": batches, "collate_fn": self._train_collator, "worker_init_fn": seed_workers}
-        loader: Any = DataLoader(self.train_dataset, **options)
+        loader = DataLoader(self.train_dataset, **options)
         loader.set_epoch = batches.set_epoch  # Trainer calls it
         return loader
 
@@ -311,7 +293,7 @@ class ExpertTrainer(PublishingTrainer):
         epochs = math.ceil(num_training_steps / per_epoch)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer or self.optimizer,
-            # as the authors' code steps it after each epoch
+            # the authors' code steps it after each epoch
             lambda step: 0.5 * (1.0 + math.cos(math.pi * (step // per_epoch) / epochs)),
         )
         self._created_lr_scheduler = True
@@ -344,6 +326,4 @@ class ExpertTrainer(PublishingTrainer):
                 self.processing_class.save_pretrained(folder)
 
     def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
-        if not blocking:
-            raise ValueError("blocking=False is for collections: an ExpertTrainer waits for its push.")
         return push_expert(self.model, self.expert, repo_id, **kwargs)

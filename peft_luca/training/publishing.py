@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
+from transformers import ProgressCallback, Trainer
 
 from ..hub.model_card import CARD_NAME, CardFacts, make_card
 from ..tuner.model import LucaModel, tuner_of
 from ..utils import explain_write_errors
+from .batches import ExpertProgressCallback
+from .figures import Accuracy
 
 
 class PublishingTrainer(Trainer):
@@ -36,6 +38,11 @@ class PublishingTrainer(Trainer):
     def _results(self) -> dict[str, Any] | None:
         return None
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"compute_metrics": Accuracy(), **kwargs})
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(ExpertProgressCallback)
+
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",
@@ -47,11 +54,8 @@ class PublishingTrainer(Trainer):
     ) -> Any:
         """
         Pushes the trained experts, with their card, to `args.hub_model_id`, by default a repository named as the
-        output folder. Takes the arguments of [`~transformers.Trainer.push_to_hub`] and `create_model_card`; `token`,
-        `revision` and `private` default to those of `args`.
-
-        Returns:
-            [`~huggingface_hub.CommitInfo`], or a future of it. `None` on all processes but the first.
+        output folder. Takes the arguments of [`~transformers.Trainer.push_to_hub`] and `create_model_card`. Returns
+        [`~huggingface_hub.CommitInfo`] or, with `blocking=False`, a future of it.
         """
         tuner_of(self.model)  # raises before anything is sent if there is no expert
         card = _card_facts(**kwargs)
