@@ -1,60 +1,56 @@
-"""The batches of an epoch, whatever the number of processes, and the progress bar over them."""
+"""The batches of an epoch, the extraction of [CLS], and what is shown of their progress."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
+from tqdm.auto import tqdm
 from transformers import ProgressCallback
+from transformers.utils import logging
+
+from ..data.collator import ImageCollator
+from ..data.feature_cache import FeatureExtractor
+from ..tuner.model import LucaModel
 
 
-class BatchCollator:
-    """Batches of [CLS], which come as they are needed, or of images by a collator."""
+logger = logging.get_logger(__name__)
 
-    def __init__(self, images: Any) -> None:
-        self.images = images
 
-    def __call__(self, rows: Any) -> Any:
-        return rows if isinstance(rows, dict) else self.images(rows)
+def collate(rows: Any, images: Callable[[Any], Any]) -> Any:
+    """[CLS] come as a batch already, images as rows that a collator turns into one."""
+    return rows if isinstance(rows, dict) else images(rows)
 
 
 class EpochBatches(Sampler[list[int]]):
     """
     The batches of an epoch, in a random order that is the same in all processes, each of which takes its part of every
-    batch. So the number of processes changes neither the batches nor the training, even if the last batch is short
-    and a part is empty. `batch_size` is that of all processes together; `seed` is that of the first epoch's order.
+    batch of `batch_size`. The number of processes then changes neither the batches nor, with a loss that is the mean
+    over the whole batch, the training, even if the last batch is short. A part may be empty.
     """
 
     def __init__(
-        self, rows: int, batch_size: int, seed: int, rank: int = 0, processes: int = 1, drop_last: bool = False
+        self, dataset: Sized, batch_size: int, seed: int, rank: int = 0, processes: int = 1, drop_last: bool = False
     ) -> None:
-        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
         self.rank, self.processes, self.drop_last = rank, processes, drop_last
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):  # it has several views
+            self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
+        rows = len(self.dataset)
+        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch))
         for batch in order.split(self.batch_size)[: len(self)]:
             yield batch[self.rank :: self.processes].tolist()
-        self.epoch += 1
-
-
-class EpochLoader(DataLoader[Any]):
-    """A loader over [`EpochBatches`] that passes the epoch on to them and to a dataset of several views."""
-
-    def set_epoch(self, epoch: int) -> None:
-        for part in (self.batch_sampler, self.dataset):
-            set_epoch = getattr(part, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
 
 
 class ExpertProgressCallback(ProgressCallback):
@@ -70,3 +66,26 @@ class ExpertProgressCallback(ProgressCallback):
         if self.training_bar is not None:
             shown = ("loss", "cross_entropy", "l1_penalty", "eval_accuracy")
             self.training_bar.set_postfix({name: f"{logs[name]:.3f}" for name in shown if name in (logs or {})})
+
+
+def print_line(args: Any, line: str) -> None:
+    """Prints a line for the user past the progress bars, or logs it where there are none."""
+    if args.process_index == 0:
+        logger.info(line) if args.disable_tqdm else tqdm.write(line)
+
+
+def make_extractor(tuner: LucaModel, collator: ImageCollator, args: Any, writes: bool = True) -> FeatureExtractor:
+    """What computes [CLS] of images, as the arguments say."""
+    device, dtype = args.device, tuner.backbone.dtype
+    options = ("pin_memory", "multiprocessing_context", "prefetch_factor")
+    return FeatureExtractor(
+        lambda pixels: tuner.pooled_features(pixels.to(device, dtype)),
+        collator,
+        args.per_device_eval_batch_size,
+        args.dataloader_num_workers,
+        args.features_dtype,
+        args.on_bad_image,
+        writes,
+        args.disable_tqdm,
+        {name: getattr(args, f"dataloader_{name}") for name in options},
+    )

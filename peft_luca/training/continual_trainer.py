@@ -3,55 +3,56 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
-from transformers import ProgressCallback
 from transformers.trainer_utils import HubStrategy, TrainOutput, has_length
 from transformers.utils import logging
 
 from ..data.collator import ImageCollator
+from ..data.feature_cache import FeatureDataset
 from ..data.sources import DatasetLike
 from ..data.task_stream import Task, TaskStream
 from ..hub.publishing import push_experts
 from ..hub.saving import load_experts
 from ..preprocessing import channels_of, check_processor
 from ..tuner.config import LucaConfig
-from ..tuner.head import find_head
 from ..tuner.model import quiet_peft, tuner_of
 from ..utils import pluralize
-from .arguments import CONFIG_RECIPES, ContinualTrainingArguments
-from .batches import ExpertProgressCallback
-from .evaluation import StreamEvaluation
-from .figures import Accuracy, Record, numbers, task_line
-from .run_folder import RunFolder, run_settings
-from .task_features import TaskFeatures, print_line
-from .task_trainer import TaskTrainer, check_arguments, check_task, make_template, task_seed
+from .arguments import ContinualTrainingArguments
+from .batches import print_line
+from .evaluation import TaskFeatures, all_figures, measure, save_plots
+from .expert_trainer import ExpertTrainer
+from .figures import Record, numbers, task_line
+from .publishing import PublishingTrainer
+from .run_folder import RESULTS_FORMAT, RunFolder, run_settings
+from .stream_checks import check_arguments, check_task, make_template
 
 
 logger = logging.get_logger(__name__)
 
 
-class ContinualTrainer(StreamEvaluation):
+class ContinualTrainer(PublishingTrainer):
     """
     Teaches a frozen image classifier a stream of tasks: for each task it adds an expert, trains it with an
     [`ExpertTrainer`], saves it, and evaluates all classes seen so far.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The backbone with its head, or a model that has LuCA experts: they are kept and take part. An only expert
-            `default` that was never trained, and whose classes were not named, is a template for the experts.
+            The backbone with its head, or a model with LuCA experts, which are kept and take part. An only expert
+            `default`, never trained and with no classes named, is a template for the experts.
         args ([`ContinualTrainingArguments`], *optional*): Output folder, recipe and hyperparameters.
         stream ([`TaskStream`]): The tasks. It may grow while the trainer lives.
         luca_config ([`LucaConfig`], *optional*): Template of every expert; `classes` come from the tasks.
         processing_class (`BaseImageProcessor`): The backbone's image processor.
-        kwargs:
-            Other arguments of [`~transformers.Trainer`], such as `callbacks`, which see every task's training, or
-            `compute_loss_func` and `optimizer_cls_and_kwargs`, which are used for every task.
+        kwargs: Other arguments of [`~transformers.Trainer`], such as `callbacks`, used for every task.
     """
 
     def __init__(
@@ -66,42 +67,45 @@ class ContinualTrainer(StreamEvaluation):
         args = ContinualTrainingArguments("trainer_output") if args is None else args
         check_arguments(model, args, stream, processing_class, kwargs)
         assert isinstance(stream, TaskStream)
-        template, model = make_template(model, luca_config)
-        template.resolve(CONFIG_RECIPES[args.recipe])
-        template.widths(find_head(model.get_base_model() if isinstance(model, PeftModel) else model, template).width)
+        template, model = make_template(model, luca_config, args.recipe)
         for task in stream:
             check_task(task, model, args)
         if isinstance(model, PeftModel):
             tuner_of(model).layer.experts.prepared(args.make_router())  # raises if an expert lacks statistics
-        collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
         check_processor(processing_class, model)
-        self._task_arguments = {"compute_metrics": Accuracy(), **kwargs}
+        collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
-        super().__init__(model, args, collator, None, [], processing_class, **self._task_arguments)
-        self._task_arguments.pop("callbacks", None)  # tasks share the handler's
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(ExpertProgressCallback)
-        self.stream, self.luca_config = stream, template
-        self.folder = RunFolder(self.args.output_dir, args.should_save)
-        self._task_features = TaskFeatures(stream, args, processing_class, collator.channels)
+        given: dict[str, Any] = {"processing_class": processing_class, "data_collator": collator, "eval_dataset": []}
+        super().__init__(model=model, args=args, **given, **kwargs)
+        kwargs.pop("callbacks", None)  # tasks share the handler's
+        self._task_arguments = kwargs
+        self.stream = stream
+        self.luca_config = template
+        self.folder = RunFolder(str(args.output_dir), args.should_save)
+        self.task_features = TaskFeatures(self)
         self._records: list[Record] = []  # one per learned task, as results.json has them
         self._pushing: Future[Any] | None = None  # to the Hub, in the background
 
+    # ---- the stream ----------------------------------------------------------------------------------------------
+
     def train(
-        self, resume_from_checkpoint: bool | str | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+        self,
+        resume_from_checkpoint: bool | str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """
         Learns every task of the stream that has not been learned. Tasks that an earlier run finished in
-        `args.output_dir` are loaded, so a run that was interrupted is resumed by starting it again.
+        `args.output_dir` are loaded, so a run that was interrupted is resumed by starting it again, unless
+        `resume_from_checkpoint=False` refuses that. Returns steps, mean loss, and the run's figures that are numbers.
 
-        Args:
-            resume_from_checkpoint (`bool`, *optional*): `False` refuses to resume an earlier run.
-
-        Returns:
-            [`~transformers.trainer_utils.TrainOutput`]: Steps, mean loss, and the numbers among the run's figures.
+        Raises:
+            ValueError: the folder holds a run of another stream or of other settings.
+            FloatingPointError: a loss or a weight is not a finite number.
         """
         if isinstance(resume_from_checkpoint, str):
-            raise ValueError(f"a stream is resumed from args.output_dir, not from {resume_from_checkpoint!r}.")
+            checkpoint = f"the checkpoint {resume_from_checkpoint!r}"
+            raise ValueError(f"a stream is resumed from args.output_dir, task by task, not from {checkpoint}.")
         with self.folder.lock():
             self._resume(refuse=resume_from_checkpoint is False)
             learned = self._learned
@@ -113,13 +117,12 @@ class ContinualTrainer(StreamEvaluation):
         steps = sum(output.global_step for output in outputs)
         loss = sum(output.training_loss * output.global_step for output in outputs) / max(steps, 1)
         seconds = sum(output.metrics["train_runtime"] for output in outputs)
-        metrics = {"train_runtime": seconds, "total_flos": self.state.total_flos, "train_loss": loss}
-        metrics["train_steps_per_second"] = round(steps / seconds, 3) if seconds else 0.0
-        return TrainOutput(steps, loss, metrics | numbers(self._figures()))
+        metrics = {"train_runtime": seconds, "train_loss": loss, "total_flos": self.state.total_flos}
+        return TrainOutput(steps, loss, metrics | numbers(all_figures(self, self._records)))
 
     def train_task(self, task: Task | DatasetLike, name: str | None = None) -> TrainOutput:
         """
-        Learns one more task, and returns what its [`ExpertTrainer`] does.
+        Learns one more task.
 
         Args:
             task ([`Task`] or dataset): A task of the stream, or a dataset, which is appended to the stream.
@@ -139,37 +142,24 @@ class ContinualTrainer(StreamEvaluation):
 
     def _train_task(self, task: Task) -> TrainOutput:
         if not any(task is known for known in self.stream):
-            raise ValueError(f"the task {task.name!r} is not of the trainer's stream. Pass its dataset to append it.")
+            raise ValueError(f"the task {task.name!r} is not of the trainer's stream. Pass its dataset, to append it.")
         if task.name in self._learned and task.name not in self.tuner.experts:
-            raise ValueError(
-                f"the task {task.name!r} was learned and its expert deleted. Pass its dataset under another name."
-            )
+            raise ValueError(f"{task.name!r} was learned and its expert deleted. Pass its dataset under another name.")
         check_task(task, self.model, self.args)
         started = time.perf_counter()
         try:
             self._add_expert(task)
-            self._task_features.check(self.tuner, task)
-            trainer = TaskTrainer(self, task)
-            try:
-                output = trainer.train()
-            finally:
-                logs = trainer.state.log_history
-                self.state.log_history += [dict[str, Any](entry, task=task.name) for entry in logs]
-            self.state.global_step += trainer.state.global_step
-            self.state.max_steps += trainer.state.max_steps
-            self.state.total_flos += trainer.state.total_flos
-            self.tuner.set_requires_grad(task.name, False)
-            self._follow_experts()
+            self.task_features.extract(task)  # an image that cannot be read stops the task before it is trained
+            output = self._train_expert(task)
+            self._set_router()
             self._finish(task, output, time.perf_counter() - started)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self.is_world_process_zero():
-                logger.warning(
-                    f"Interrupted: {len(self._records)} of {len(self.stream)} tasks are finished, and kept in "
-                    f"{self.args.output_dir}. To go on, call train() again, or start anew with the same output_dir."
-                )
+                done = f"{len(self._records)} of {len(self.stream)} tasks are finished, and kept in"
+                logger.warning(f"Interrupted: {done} {self.args.output_dir}. To go on, call train() or start again.")
             if task.name not in self._learned:
                 self._drop_expert(task)
-                self._task_features.forget(task)
+                self.task_features = TaskFeatures(self)  # another task may come under the name
             raise
         return output
 
@@ -185,39 +175,64 @@ class ContinualTrainer(StreamEvaluation):
                     self._set_model(get_peft_model(self.model, config, adapter_name=task.name))
         self.model.eval()
 
+    def _train_expert(self, task: Task) -> TrainOutput:
+        args = copy.copy(self.args)
+        args.seed = task_seed(args.seed, task.classes)
+        args.report_to, args.push_to_hub = [], False  # the run's callbacks report, and the run pushes
+        train_dataset, collator = self.task_features.training_data(task)
+        trainer = ExpertTrainer(
+            self.model,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=self.task_features.get_own(task, "test") if args.eval_strategy != "no" else None,
+            expert=task.name,
+            processing_class=self.processing_class,
+            data_collator=collator,
+            features=self.task_features.get_own(task, "train"),
+            **self._task_arguments,
+        )
+        trainer.callback_handler.callbacks = self.callback_handler.callbacks
+        trainer.earlier_steps = self.state.global_step
+        try:
+            output = trainer.train()
+        finally:
+            self.state.log_history += [dict[str, Any](entry, task=task.name) for entry in trainer.state.log_history]
+        for name in ("global_step", "max_steps", "total_flos"):
+            setattr(self.state, name, getattr(self.state, name) + getattr(trainer.state, name))
+        self.tuner.set_requires_grad(task.name, False)
+        return output
+
     def _finish(self, task: Task, output: TrainOutput, seconds: float) -> None:
         record: dict[str, Any] = {
             "name": task.name,
             "classes": list(task.classes),
             "train_images": len(task.train) if has_length(task.train) else None,
             "test_images": len(task.test) if task.test is not None else 0,
-            "skipped_images": self._task_features.skipped(task),
+            "skipped_images": self.task_features.skipped(task),
             "steps": output.global_step,
             "train_loss": output.training_loss,
             "seconds": round(seconds, 3),
         }
-        record.update(self._measure([*self._records, record]))
+        record |= measure(self, [*self._records, record])
         self._records.append(record)
-        figures = self._figures()
         try:
-            self.folder.add_expert(self.model, task.name, self.results())
+            results = self.results()
+            self.folder.add_expert(self.model, task.name, results)
         except BaseException:
             self._records.pop()  # a task is learned once it is on the disk
             raise
         self._push_learned()
-        line = task_line(len(self._records), len(self.stream), record, figures, len(self.tuner.classes))
-        print_line(self.args, line)
-        self.log({f"stage_{name}": value for name, value in figures.items() if isinstance(value, float)})
+        counts = len(self._records), len(self.stream)
+        print_line(self.args, task_line(*counts, record, results, len(self.tuner.classes)))
+        self.log({f"stage_{name}": value for name, value in results.items() if isinstance(value, float)})
 
     def _drop_expert(self, task: Task) -> None:
         """Leaves the model as it was before a task that could not be finished."""
-        if not isinstance(self.model, PeftModel) or task.name not in self.tuner.experts:
-            return
-        if len(self.tuner.experts) == 1:
+        if isinstance(self.model, PeftModel) and list(self.tuner.experts) == [task.name]:
             self._set_model(self.tuner.unload())
-        else:
+        elif isinstance(self.model, PeftModel) and task.name in self.tuner.experts:
             self.model.delete_adapter(task.name)
-            self._follow_experts()
+            self._set_router()
 
     def delete_adapter(self, adapter_name: str) -> None:
         """
@@ -229,10 +244,72 @@ class ContinualTrainer(StreamEvaluation):
             if not isinstance(self.model, PeftModel) or adapter_name not in self.tuner.experts:
                 raise ValueError(f"there is no expert {adapter_name!r} to delete.")
             self.model.delete_adapter(adapter_name)
-            self._follow_experts()
+            self._set_router()
             if adapter_name in self._learned:
-                self._records[-1].update(self._measure(self._records))
+                self._records[-1] |= measure(self, self._records)
                 self.folder.delete_expert(adapter_name, self.results())
+
+    # ---- evaluating ----------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, Any]:
+        """
+        Accuracy over all classes seen so far, with the router that is set now, and the accuracy matrix. If it is not
+        the router of the run, there is only the last row, and no figure that compares stages.
+
+        Args:
+            eval_dataset (`datasets.Dataset` or `str`, *optional*):
+                Images with global labels in the column `labels`, or the name of a task, to evaluate in place of the
+                test images of all tasks; or a `dict` of datasets.
+
+        Returns:
+            `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
+        """
+        if isinstance(eval_dataset, str):
+            eval_dataset = {task.name: task.test for task in self.stream if task.test is not None}[eval_dataset]
+        if eval_dataset is not None:
+            if "labels" not in (getattr(eval_dataset, "column_names", None) or ["labels"]):
+                raise ValueError("eval_dataset needs a column 'labels' of global labels, stream.classes.index(name).")
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if not self._records:
+            raise ValueError("there is nothing to evaluate: no task has been learned. Call train() first.")
+        figures = all_figures(self, self._records, measure(self, self._records))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        matrix = metrics.pop(f"{metric_key_prefix}_accuracy_matrix")
+        self.log(numbers(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return {**metrics, f"{metric_key_prefix}_accuracy_matrix": matrix}
+
+    def features(self, task: Task, split: str) -> FeatureDataset:
+        """
+        [CLS] of the `"train"` or `"test"` images of a task of the stream, `features` (images, d), with the stream's
+        global labels, computed once and kept in `args.features_cache_dir`. With several processes all must call it.
+        """
+        return self.task_features.get(task, split)
+
+    def results(self) -> dict[str, Any]:
+        """What `results.json` holds: the run's settings, each task as it was learned, and the figures."""
+        return {
+            "format": RESULTS_FORMAT,
+            "settings": run_settings(self.args, self.luca_config),
+            "classes": list(self.stream.classes),
+            "tasks": [r if r["name"] in self.tuner.experts else {**r, "deleted": True} for r in self._records],
+            **all_figures(self, self._records),
+        }
+
+    def save_plots(self) -> list[Path]:
+        """
+        Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
+        the run logs to it. Returns the files. With several processes all must call it; the first one draws.
+        """
+        return save_plots(self)
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """As [`~transformers.Trainer.log_metrics`]; lists and figures that were not measured are left out."""
+        super().log_metrics(split, numbers(metrics))
+
+    # ---- resuming and saving -------------------------------------------------------------------------------------
 
     @property
     def _learned(self) -> set[str]:
@@ -244,30 +321,28 @@ class ContinualTrainer(StreamEvaluation):
         if self._records:
             return
         records = self.folder.read(run_settings(self.args, self.luca_config), self.stream, refuse)
-        if not records:
-            return
         sources = {r["name"]: self.folder.path / r["name"] for r in records if not r.get("deleted")}
         if sources:
             self._set_model(load_experts(self.model, sources))
+        if not records:
+            return
         self._records = records
         self.state.global_step = sum(record["steps"] for record in records)
-        self._follow_experts()
-        found = f"{len(records)} of {pluralize(len(self.stream), 'task')} found in {self.folder.path}"
-        print_line(self.args, f"resuming after {found}")
+        self._set_router()
+        done = f"{len(records)} of {pluralize(len(self.stream), 'task')}"
+        print_line(self.args, f"resuming after {done} found in {self.folder.path}")
 
     def _set_model(self, model: nn.Module) -> None:
         self.model = self.model_wrapped = self.callback_handler.model = model
 
-    def _follow_experts(self) -> None:
-        """The run's router takes the experts there are; images to evaluate get their labels from the stream's."""
+    def _set_router(self) -> None:
+        """Sets the router of the run, and maps the stream's labels of images to the order of the model's logits."""
         self.tuner.set_router(self.args.make_router())
-        places = {name: i for i, name in enumerate(self.tuner.classes)}
-        self.data_collator.label_ids = {i: places[c] for i, c in enumerate(self.stream.classes) if c in places}
+        ids = {name: i for i, name in enumerate(self.stream.classes)}
+        self.data_collator.label_ids = {ids[name]: i for i, name in enumerate(self.tuner.classes) if name in ids}
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # A collection of experts: safetensors and JSON only, no pickled arguments as Trainer writes them.
-        if not isinstance(self.model, PeftModel):
-            raise ValueError("there is no expert to save: no task has been learned. Call train() first.")
         folder = self.folder if output_dir is None else RunFolder(output_dir, self.args.should_save)
         folder.save(self.model, self.processing_class, self._results())
 
@@ -282,8 +357,8 @@ class ContinualTrainer(StreamEvaluation):
 
     def _push_learned(self) -> None:
         """Pushes in the background, unless an earlier push is still running: the next one carries this task too."""
-        is_busy = self._pushing is not None and not self._pushing.done()
-        if is_busy or not self.args.push_to_hub or self.args.hub_strategy != HubStrategy.EVERY_SAVE:
+        is_running = self._pushing is not None and not self._pushing.done()
+        if is_running or not self.args.push_to_hub or self.args.hub_strategy != HubStrategy.EVERY_SAVE:
             return
         error = None if self._pushing is None else self._pushing.exception()
         try:
@@ -292,3 +367,9 @@ class ContinualTrainer(StreamEvaluation):
             error = failure
         if error is not None:
             logger.warning(f"Pushing to the Hub failed, and is tried again after the next task: {error!r}")
+
+
+def task_seed(seed: int, classes: tuple[str, ...]) -> int:
+    """The seed of a task: from the run's seed and the class names, not from the task's place in the stream."""
+    text = json.dumps([seed, sorted(classes)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

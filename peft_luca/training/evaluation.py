@@ -1,158 +1,136 @@
-"""How a [`ContinualTrainer`] evaluates the tasks of its stream."""
+"""[CLS] of a stream's tasks, computed once and kept in the cache, and what is measured and drawn with it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate.utils import broadcast_object_list
-from torch.utils.data import DataLoader
 
 from .. import visualization
-from ..data.feature_cache import FeatureDataset
-from ..data.task_stream import Task, TaskStream
+from ..data.collator import ImageCollator
+from ..data.feature_cache import FeatureDataset, default_cache_dir, digest_images, features_key
+from ..data.task_stream import Task
 from ..preprocessing import undecoded
-from ..tuner.config import LucaConfig
-from ..tuner.model import LucaModel, tuner_of
-from .figures import COMPARING_STAGES, Measured, Record, measure_stage, numbers, run_figures
-from .publishing import PublishingTrainer
-from .run_folder import RESULTS_FORMAT, RunFolder, run_settings
-from .task_features import TaskFeatures
+from .batches import make_extractor, print_line
+from .figures import COMPARING_STAGES, Measured, Record, measure_stage, run_figures
 
 
-class StreamEvaluation(PublishingTrainer):
-    """The part of [`ContinualTrainer`] that evaluates the tasks of its stream."""
+class TaskFeatures:
+    """[CLS] of the images of a [`ContinualTrainer`]'s tasks. All processes must ask: each computes a part."""
 
-    # What Trainer declares for every kind of model and data, and what this one has.
-    model: Any
-    args: Any
-    data_collator: Any
-    processing_class: Any
-    stream: TaskStream
-    luca_config: LucaConfig
-    folder: RunFolder
-    _task_features: TaskFeatures
-    _records: list[Record]
-    _task_arguments: dict[str, Any]
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.stream, self.args = trainer, trainer.stream, trainer.args
+        self._features: dict[tuple[str, str], FeatureDataset] = {}
+        self._digests: dict[tuple[str, str], str] = {}
 
-    @property
-    def tuner(self) -> LucaModel:
-        """The model's LuCA tuner, once there is an expert."""
-        return tuner_of(self.model)
+    def get(self, task: Task, split: str) -> FeatureDataset:
+        """[CLS] of a task's `"train"` or `"test"` images, with the stream's global labels."""
+        if (task.name, split) not in self._features:
+            self._features[task.name, split] = self._extract(task, split)
+        return self._features[task.name, split]
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, Any]:
-        """
-        Accuracy over all classes seen so far, with the router that is set now, and the accuracy matrix. If it is not
-        the router of the run, there is only the last row, and no figure that compares stages.
+    def get_own(self, task: Task, split: str) -> FeatureDataset:
+        """The same, with the labels of the task's own expert, 0 … K-1."""
+        data = self.get(task, split)
+        return FeatureDataset(data.features, torch.tensor(self._own_labels(task))[data.labels])
 
-        Args:
-            eval_dataset (`datasets.Dataset`, a `dict` of them, or `str`, *optional*):
-                Other images, with global labels in the column `labels`, or the name of a task.
-
-        Returns:
-            `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
-        """
-        if isinstance(eval_dataset, str):
-            tests = {task.name: task.test for task in self.stream if task.test is not None}
-            if eval_dataset not in tests:
-                raise ValueError(f"there is no task {eval_dataset!r} with test images, only {', '.join(tests)}.")
-            eval_dataset = tests[eval_dataset]
-        if eval_dataset is not None:
-            _check_column(eval_dataset, "labels", "global labels, stream.classes.index(name) of each image's class,")
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        if not self._records:
-            raise ValueError("there is nothing to evaluate: no task has been learned. Call train() first.")
-        last = self._measure(self._records)
-        figures = self._figures(last)
-        if self.tuner.router != self.args.make_router():
-            # Earlier stages were measured with another router and cannot be compared with this one.
-            unknown = [[None] * len(self._records)] * (len(self._records) - 1)
-            figures["accuracy_matrix"] = [*unknown, last["accuracy"]]
-            figures = {name: value for name, value in figures.items() if name not in COMPARING_STAGES}
-        matrix = figures.pop("accuracy_matrix")
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
-        self.log(numbers(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return {**metrics, f"{metric_key_prefix}_accuracy_matrix": matrix}
-
-    def features(self, task: Task, split: str) -> FeatureDataset:
-        """
-        [CLS] `(images, d)` and global labels `(images,)` of a task's `"train"` or `"test"` images, on the CPU,
-        computed once and kept in `args.features_cache_dir`. With several processes all must call it.
-        """
-        return self._task_features.get(self.tuner, task, split)
-
-    def results(self) -> dict[str, Any]:
-        """What `results.json` holds: the run's settings, each task as it was learned, and the figures."""
-        return {
-            "format": RESULTS_FORMAT,
-            "settings": run_settings(self.args, self.luca_config),
-            "classes": list(self.stream.classes),
-            "tasks": [r if r["name"] in self.tuner.experts else {**r, "deleted": True} for r in self._records],
-            **self._figures(),
-        }
-
-    def save_plots(self) -> list[Path]:
-        """
-        Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
-        the run logs to it. Returns the files. With several processes all must call it.
-        """
-        tests, column = self._tests(list(self.tuner.experts)), self.stream.image_column
-        read = self._task_features.images
-        images = {task.name: read(self.tuner, task, "test")[column] for task in self.stream if task.name in tests}
-        if not self.is_world_process_zero():
-            return []
-        files = []
-        for name, figure in visualization.of_a_run(self.results(), self.model, tests, images):
-            files.append(self.folder.save_figure(name, figure))
-            for callback in self.callback_handler.callbacks:
-                if getattr(callback, "tb_writer", None) is not None:
-                    callback.tb_writer.add_figure(f"plots/{name}", figure, self.state.global_step)
-        return files
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Trainer's, without lists and without figures that were not measured."""
-        super().log_metrics(split, numbers(metrics))
-
-    def _tests(self, names: list[str]) -> dict[str, FeatureDataset]:
-        """Task → [CLS] of its test images, with its expert's own labels. Every process computes a part."""
-        names = [name for name in names if name in self.tuner.experts]
+    def tests(self, names: Iterable[str]) -> dict[str, FeatureDataset]:
+        """Task → [CLS] of its test images, for those of the tasks that have test images and an expert."""
+        names = set(names) & set(self.trainer.tuner.experts)
         tasks = [task for task in self.stream if task.name in names and task.test is not None]
-        return {task.name: self._task_features.get_own(self.tuner, task, "test") for task in tasks}
+        return {task.name: self.get_own(task, "test") for task in tasks}
 
-    def _measure(self, records: list[Record]) -> Measured:
-        """What a stage reaches, computed by one process for all."""
-        names = [record["name"] for record in records]
-        tests, measured = self._tests(names), None
-        self.model.eval()
-        if self.is_world_process_zero():
-            by_batch = self.args.routing_scope == "batch"
-            measured = measure_stage(self.tuner, names, tests, self.args.device, by_batch)
-        (measured,) = broadcast_object_list([measured])
-        return measured
+    def training_data(self, task: Task) -> tuple[Any, ImageCollator]:
+        """What a task's expert is trained on, with its own labels: [CLS] or images, and the images' collator."""
+        args, plain = self.args, self.get_own(task, "train")
+        ids = {i: own for i, own in enumerate(self._own_labels(task)) if own >= 0}
+        collator = replace(self.trainer.data_collator, label_ids=ids, augmentation=bool(args.augmentation))
+        if not args.cache_features or (args.augmentation and not args.augmented_views):
+            return self.images(task, "train"), collator
+        views = [self._extract(task, "train", view).features for view in range(args.augmented_views)]
+        return FeatureDataset(views[0] if views else plain.features, plain.labels, views), collator
 
-    def _figures(self, last: Measured | None = None) -> dict[str, Any]:
-        """All figures of the run, whose last row may be measured again."""
-        share_classes = bool(self._records) and sum(map(len, self.tuner.experts.values())) > len(self.tuner.classes)
-        return run_figures(self._records, last, share_classes)
+    def images(self, task: Task, split: str) -> Any:
+        """A task's images, undecoded, without the unreadable ones that are to be skipped."""
+        dataset = undecoded(getattr(task, split), self.stream.image_column)
+        skipped = self.get(task, split).skipped if self.args.on_bad_image == "skip" else []
+        return dataset.select(np.delete(np.arange(len(dataset)), skipped)) if skipped else dataset
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        return super().get_eval_dataloader(self._undecoded(eval_dataset))
+    def _own_labels(self, task: Task) -> list[int]:
+        """Global id in the stream → the id of the task's own expert; -1 for a class that it lacks."""
+        return [task.classes.index(c) if c in task.classes else -1 for c in self.stream.classes]
 
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        return super().get_test_dataloader(self._undecoded(test_dataset))
+    def extract(self, task: Task) -> None:
+        """Computes all [CLS] of a task. Raises if none of the training images of a class could be read."""
+        readable = set(self.get_own(task, "train").labels.tolist())
+        for name in [name for i, name in enumerate(task.classes) if i not in readable]:
+            raise ValueError(f"task {task.name!r}: none of the images of {name!r} can be read. Repair or remove them.")
+        if task.test is not None:
+            self.get(task, "test")
 
-    def _undecoded(self, dataset: Any) -> Any:
-        """Images that our own collator decodes, unless the dataset has a transform of its own."""
-        column = self.stream.image_column
-        _check_column(dataset, column, "images")
-        transformed = isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
-        return dataset if transformed else undecoded(dataset, column)
+    def skipped(self, task: Task) -> int:
+        """How many images of a task were left out."""
+        return sum(len(data.skipped) for (name, _), data in self._features.items() if name == task.name)
+
+    def _extract(self, task: Task, split: str, view: int | None = None) -> FeatureDataset:
+        dataset, args, tuner = getattr(task, split), self.args, self.trainer.tuner
+        options = {"augmentation": view is not None, "view": view, "seed": args.seed}
+        collator = replace(self.trainer.data_collator, label_ids=None, **options)
+        key, images = "", (task.name, split)
+        if args.process_index == 0:
+            if images not in self._digests:
+                self._digests[images] = digest_images(dataset, self.stream.image_column)
+            key = features_key(tuner.backbone, collator, self._digests[images], args.features_dtype)
+        (key,) = broadcast_object_list([key])
+        path = Path(args.features_cache_dir or default_cache_dir()) / f"{key}.arrow"
+        description = f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}")
+        features = make_extractor(tuner, collator, args, args.should_save)(dataset, path, description)
+        if features.skipped and view is None:
+            line = f"{len(features.skipped)} of {len(dataset)} {split} images cannot be read and are left out"
+            print_line(args, f"{task.name}: {line}, first row {features.skipped[0]}")
+        return features
 
 
-def _check_column(dataset: Any, column: str, content: str) -> None:
-    columns = getattr(dataset, "column_names", None)
-    if columns is not None and column not in columns:
-        raise ValueError(f"the dataset has the columns {columns}, but needs its {content} in a column {column!r}.")
+def measure(trainer: Any, records: list[Record]) -> Measured:
+    """What the model reaches on the learned tasks, computed by one process for all."""
+    names, measured = [record["name"] for record in records], None
+    tests = trainer.task_features.tests(names)
+    trainer.model.eval()
+    if trainer.is_world_process_zero():
+        is_whole = trainer.args.routing_scope == "batch"
+        measured = measure_stage(trainer.tuner, names, tests, trainer.args.device, is_whole)
+    (measured,) = broadcast_object_list([measured])
+    return measured
+
+
+def all_figures(trainer: Any, records: list[Record], last: Measured | None = None) -> dict[str, Any]:
+    """The figures of a run, whose last stage may be measured again."""
+    if not records:
+        return {}
+    tuner = trainer.tuner
+    figures = run_figures(records, last, sum(map(len, tuner.experts.values())) > len(tuner.classes))
+    if last is not None and tuner.router != trainer.args.make_router():
+        # Earlier stages were measured with another router and cannot be compared with this one.
+        unknown = [[None] * len(records)] * (len(records) - 1)
+        figures["accuracy_matrix"] = [*unknown, last["accuracy"]]
+        figures = {name: value for name, value in figures.items() if name not in COMPARING_STAGES}
+    return figures
+
+
+def save_plots(trainer: Any) -> list[Path]:
+    """Draws the plots of a run into its folder and into TensorBoard."""
+    features, stream, files = trainer.task_features, trainer.stream, []
+    tests = features.tests(trainer.tuner.experts)
+    images = {t.name: features.images(t, "test")[stream.image_column] for t in stream if t.name in tests}
+    if trainer.is_world_process_zero():
+        for name, figure in visualization.of_a_run(trainer.results(), trainer.model, tests, images):
+            files.append(trainer.folder.save_figure(name, figure))
+            for callback in trainer.callback_handler.callbacks:
+                if getattr(callback, "tb_writer", None) is not None:
+                    callback.tb_writer.add_figure(f"plots/{name}", figure, trainer.state.global_step)
+    return files

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback, enable_full_determinism, set_seed
+from transformers import set_seed
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 
@@ -22,37 +22,29 @@ from ..data.feature_cache import FeatureDataset
 from ..hub.publishing import push_expert
 from ..hub.saving import save_expert
 from ..hub.validation import MAX_NUMBER
-from ..preprocessing import channels_of, undecoded
+from ..preprocessing import channels_of
 from ..tuner.model import LucaModel, tuner_of
 from .arguments import ContinualTrainingArguments
-from .batches import BatchCollator, EpochBatches, EpochLoader, ExpertProgressCallback
-from .figures import Accuracy
+from .batches import EpochBatches, collate, make_extractor
 from .publishing import PublishingTrainer
 from .sparsity import soft_threshold
-from .task_features import loader_options, make_extractor
 
 
 class ExpertModule(nn.Module):
     """
-    The part of a model that is trained: one expert. Its parameters are the expert's alone, since `Trainer` walks over
-    all parameters of a module several times at each step. Its logits are those of the expert's own classes,
-    `(batch, K)`, or with `all_classes` of the classes of all experts, `(batch, C)`.
+    The part of a model that is trained: one expert, with logits of its own classes, `(batch, K)`, or of those of all
+    experts, `(batch, C)`. It has no other parameters, since `Trainer` walks over all of a module's at each step.
     """
 
     def __init__(self, tuner: LucaModel, expert: str, all_classes: bool = False) -> None:
         super().__init__()
-        self.expert = expert
+        self.expert, self.all_classes = expert, all_classes
+        parameters = tuner.layer.named_parameters()
         self.expert_parameters = nn.ParameterList(
-            parameter
-            for name, parameter in tuner.layer.named_parameters()
-            if name.split(".")[1] == expert and parameter.requires_grad
+            parameter for name, parameter in parameters if name.split(".")[1] == expert and parameter.requires_grad
         )
-        # Bound methods: a submodule would bring the parameters of the backbone and of the other experts.
-        self._pooled_features = tuner.pooled_features
-        self._logits: Callable[[Tensor], Tensor] = lambda z: tuner.expert_logits(z, expert)
-        if all_classes:
-            self._logits = lambda z: tuner.scores(z, [expert])[:, 0]
-        self._dtype = tuner.backbone.dtype
+        # In a tuple: a submodule would bring the parameters of the backbone and of the other experts.
+        self._tuner, self._dtype = (tuner,), tuner.backbone.dtype
 
     def forward(
         self,
@@ -61,22 +53,23 @@ class ExpertModule(nn.Module):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
     ) -> ImageClassifierOutput:
-        """
-        [CLS] vectors `(batch, d)`, or images `(batch, channels, height, width)`, and labels `(batch,)` → logits, and
-        their cross-entropy as the mean over the batch, or over `num_items_in_batch` images.
-        """
+        """[CLS] `(batch, d)` or images, and labels `(batch,)` → logits, and their cross-entropy."""
+        (tuner,) = self._tuner
         if features is None:
-            if pixel_values is None:
-                raise ValueError("a batch must hold features or pixel_values, got neither.")
+            assert pixel_values is not None, "a batch must hold features or pixel_values"
             with torch.no_grad():
-                features = self._pooled_features(pixel_values.to(self._dtype))
-        logits = self._logits(features)
+                features = tuner.pooled_features(pixel_values.to(self._dtype))
+        if self.all_classes:
+            logits = tuner.scores(features, [self.expert])[:, 0]
+        else:
+            logits = tuner.expert_logits(features, self.expert)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if labels is None:
             return ImageClassifierOutput(logits=logits)
-        items = num_items_in_batch
-        loss = F.cross_entropy(logits, labels, reduction="mean" if items is None else "sum")
-        return ImageClassifierOutput(loss=loss if items is None else loss / items, logits=logits)
+        if num_items_in_batch is None:
+            return ImageClassifierOutput(loss=F.cross_entropy(logits, labels), logits=logits)
+        loss = F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+        return ImageClassifierOutput(loss=loss, logits=logits)
 
 
 class ExpertTrainer(PublishingTrainer):
@@ -94,31 +87,27 @@ class ExpertTrainer(PublishingTrainer):
         eval_dataset ([`FeatureDataset`], `datasets.Dataset` or a `dict` of them, *optional*): The same.
         expert (`str`, *optional*): The expert to train; the active one by default. It becomes the active one.
         processing_class (`BaseImageProcessor`, *optional*): The backbone's image processor. Needed for images.
+        data_collator (`Callable`, *optional*): Makes batches of images, in place of an [`ImageCollator`].
         features ([`FeatureDataset`], *optional*):
             [CLS] of the training images without augmentation, for class means and statistics. Computed by default.
         new_expert (`bool`, *optional*, defaults to `True`): `False` continues the training of an expert as it is.
-        kwargs:
-            Other arguments of [`~transformers.Trainer`], as documented there. `compute_loss_func` replaces the
-            cross-entropy; the ℓ1 penalty is added to it.
+        kwargs: Other arguments of [`~transformers.Trainer`]. `compute_loss_func` replaces the cross-entropy.
     """
 
-    # What Trainer declares for every kind of model and data, and what this one has.
-    model: Any
-    args: Any
-    data_collator: Any
     optimizer: Any
     train_dataset: Any
     expert: str
 
     def __init__(
         self,
-        model: PeftModel | None = None,
+        model: PeftModel,
         args: ContinualTrainingArguments | None = None,
         *,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         expert: str | None = None,
         processing_class: Any = None,
+        data_collator: Any = None,
         features: FeatureDataset | None = None,
         new_expert: bool = True,
         **kwargs: Any,
@@ -126,40 +115,47 @@ class ExpertTrainer(PublishingTrainer):
         args = ContinualTrainingArguments("trainer_output") if args is None else args
         if not isinstance(args, ContinualTrainingArguments):
             raise ValueError(f"args must be ContinualTrainingArguments, got {type(args).__name__}.")
-        if kwargs.get("model_init") is not None:
-            raise ValueError("model_init cannot be used here. Pass model, and make a trainer for each trial.")
-        self.expert = _activate(model, expert)
-        self.new_expert, self._features = new_expert, features
+        tuner = tuner_of(model)
+        if expert is not None:
+            model.set_adapter(expert)
+        elif tuner.router is not None or not any(parameter.requires_grad for parameter in tuner.parameters()):
+            raise ValueError(f"no expert is active and trainable. Pass expert=, one of {', '.join(tuner.experts)}.")
+        self.expert = expert or str(tuner.active_adapters[0])
+        self.new_expert = new_expert
+        self.earlier_steps = 0  # of earlier tasks, whose logs this training's follow
+        is_features = isinstance(train_dataset, FeatureDataset)
+        self._features = train_dataset if features is None and is_features else features
         self._module: Any = None
         self._loss_parts: dict[str, Tensor] = {}
-        self._loss_steps, self._has_proximal_step = 0.0, False
-        kwargs.setdefault("compute_metrics", Accuracy())
-        collator = kwargs.pop("data_collator", None)
-        super().__init__(model, args, collator, train_dataset, eval_dataset, processing_class, **kwargs)
-        self.model_accepts_loss_kwargs = True  # ExpertModule divides its loss by num_items_in_batch
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(ExpertProgressCallback)
-        self._set_collators(collator)
-        self._check_optimizer()
-        if args.negatives == "seen":
-            self._all_classes_ids = self.tuner.layer.label_space.own[self.expert]
+        self._loss_steps = 0.0
+        self._has_proximal_step = False
+        given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
+        super().__init__(model=model, args=args, **given, **kwargs)
+        # ExpertModule divides its loss by num_items_in_batch.
+        self.model_accepts_loss_kwargs = True
+        self._set_collators(data_collator)
+        held = {id(p) for group in getattr(self.optimizer, "param_groups", ()) for p in group["params"]}
+        if held and not any(id(p) in held for p in self.model.parameters() if p.requires_grad):
+            raise ValueError(f"optimizers holds no parameter of {self.expert!r}. Use optimizer_cls_and_kwargs.")
 
-    @property
-    def tuner(self) -> LucaModel:
-        """The model's LuCA tuner."""
-        return tuner_of(self.model)
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        # From "cpu" to "cpu:0" torch would copy the backbone, and its facts would be computed again.
+        places = {(parameter.device.type, parameter.device.index or 0) for parameter in model.parameters()}
+        if places != {(device.type, device.index or 0)}:
+            super()._move_model_to_device(model, device)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Trains the expert. Takes and returns what [`~transformers.Trainer.train`] does."""
-        config = self.tuner.peft_config[self.expert]
-        if self.new_expert and (config.reference or self.tuner.backbone.image_size is not None):
-            # An expert that does not standardize by it has it as well: it identifies the backbone.
-            self.tuner.compute_reference(self.expert)
-        if self.new_expert and config.init_rows == "class_means":
-            self._set_rows_to_class_means(adapted=False)
-        self.new_expert = False
-        seed = enable_full_determinism if self.args.full_determinism else set_seed
-        seed(self.args.seed)
+        """As [`~transformers.Trainer.train`]. Raises a `FloatingPointError` if a loss or weight is not finite."""
+        tuner = self.tuner
+        if self.new_expert:
+            config = tuner.peft_config[self.expert]
+            if config.reference or tuner.backbone.image_size is not None:
+                # An expert that does not standardize by it has it as well: it identifies the backbone.
+                tuner.compute_reference(self.expert)
+            if config.init_rows == "class_means":
+                self._set_rows_to_class_means(adapted=False)
+            self.new_expert = False
+        set_seed(self.args.seed)
         self.model.train()
         output: TrainOutput = super().train(*args, **kwargs)
         self.model.eval()
@@ -167,9 +163,9 @@ class ExpertTrainer(PublishingTrainer):
             self._set_rows_to_class_means(adapted=True)
         if self.args.statistics:
             data, rank = self._plain_features(), self.args.statistics_rank
-            sizes = (None if rank < 0 else rank, self.args.statistics_random_features)
-            self.tuner.collect_statistics(self.expert, data.features, data.labels, *sizes)
-        for name, tensor in self.tuner.layer.tensors(self.expert).items():
+            options = (None if rank < 0 else rank, self.args.statistics_random_features)
+            tuner.collect_statistics(self.expert, data.features, data.labels, *options)
+        for name, tensor in tuner.layer.tensors(self.expert).items():
             if not (tensor.abs() <= MAX_NUMBER).all():  # what is saved can be loaded again
                 self._refuse_numbers(f"{name} holds numbers that are not finite, or above {MAX_NUMBER:g}", 0)
         return output
@@ -181,79 +177,70 @@ class ExpertTrainer(PublishingTrainer):
     def _plain_features(self) -> FeatureDataset:
         """[CLS] of the training images without augmentation."""
         if self._features is None:
-            data = self.train_dataset
-            if not isinstance(data, FeatureDataset):
-                extract = make_extractor(self.tuner, self.image_collator(data), self.args)
-                data = extract(data, description=f"{self.expert}: [CLS] of the training images")
-            self._features = data
+            extract = make_extractor(self.tuner, self._image_collator(self.train_dataset), self.args)
+            description = f"{self.expert}: [CLS] of the training images"
+            self._features = extract(self.train_dataset, description=description)
         return self._features
 
-    def _set_collators(self, given: Any) -> None:
+    def _set_collators(self, images: Any) -> None:
         """Collators of training and of evaluation, which differ by the augmentation."""
-        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
-        images = list(filter(_is_images, (self.train_dataset, *evaluated.values())))
-        if given is not None and images and self.args.augmentation:
-            raise ValueError(
-                "augmentation=True is done by the default data_collator. Set it to False, or do it in yours."
-            )
-        self.data_collator = self._train_collator = BatchCollator(given)
-        if given is not None or not images:
-            return
-        self.data_collator = BatchCollator(self.image_collator(images[0]))
-        self._train_collator = BatchCollator(self.image_collator(images[0], bool(self.args.augmentation)))
-        column = self.data_collator.images.image_column
-        if _is_images(self.train_dataset):
-            self.train_dataset = undecoded(self.train_dataset, column)
-        evaluated = {name: undecoded(data, column) if _is_images(data) else data for name, data in evaluated.items()}
-        self.eval_dataset = evaluated if isinstance(self.eval_dataset, dict) else evaluated[""]
+        evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        of_images = [d for d in (self.train_dataset, *evaluated) if not isinstance(d, FeatureDataset | None)]
+        augmented = images
+        if images is None and of_images:
+            images = self._image_collator(of_images[0])
+            augmented = replace(images, augmentation=bool(self.args.augmentation))
+        elif of_images and self.args.augmentation and not getattr(images, "augmentation", False):
+            raise ValueError("augmentation=True is done by the default data_collator, not by yours: drop one of them.")
+        self.data_collator, self._train_collator = partial(collate, images=images), partial(collate, images=augmented)
 
-    def image_collator(self, dataset: Any, augmentation: bool = False) -> ImageCollator:
-        """The collator of a dataset's images, unless `data_collator` was given."""
+    def _image_collator(self, dataset: Any) -> ImageCollator:
         features = getattr(dataset, "features", None) or {}
         columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
         if len(columns) != 1 or "labels" not in features or self.processing_class is None:
-            raise ValueError(
-                f"images need a dataset with one column of images and a column 'labels', and a processing_class; got "
-                f"the columns {list(features)} and processing_class={type(self.processing_class).__name__}."
-            )
+            found = f"the columns {list(features)} and processing_class={type(self.processing_class).__name__}"
+            raise ValueError(f"images need a column of images, a column 'labels' and a processing_class; got {found}.")
         names, classes = getattr(features["labels"], "names", None), list(self.tuner.experts[self.expert])
         if names is not None and names != classes:
             raise ValueError(
                 f"the dataset's labels are {names}, but the classes of expert {self.expert!r} are {classes}. Call "
                 "dataset.align_labels_with_mapping({name: i for i, name in enumerate(classes)}, 'labels')."
             )
-        channels = channels_of(self.model)
-        return ImageCollator(self.processing_class, columns[0], augmentation=augmentation, channels=channels)
+        return ImageCollator(self.processing_class, columns[0], channels=channels_of(self.model))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        args, dataset = self.args, self.train_dataset
-        if args.train_sampling_strategy != "random" or dataset is None or not has_length(dataset):
-            return super().get_train_dataloader()
+        args: Any = self.args
+        dataset: Any = self.train_dataset
+        if args.train_sampling_strategy != "random" or not has_length(dataset):
+            plain, self.data_collator = self.data_collator, self._train_collator
+            loader: Any = super().get_train_dataloader()
+            self.data_collator = plain
+            return loader
         processes = self.accelerator.num_processes
-        whole_batch = self._train_batch_size * processes
-        if args.dataloader_drop_last and len(dataset) < whole_batch:
-            raise ValueError(
-                f"expert {self.expert!r} has {len(dataset)} images, fewer than a batch of {whole_batch}, and "
-                "dataloader_drop_last leaves none. Set it to False, or take smaller batches."
-            )
+        batch_size = self._train_batch_size * processes
         seed = args.seed if args.data_seed is None else args.data_seed
-        parts = (args.process_index, processes, args.dataloader_drop_last)
-        return EpochLoader(
-            self.train_dataset,
-            batch_sampler=EpochBatches(len(dataset), whole_batch, seed, *parts),
-            collate_fn=self._train_collator,
-            num_workers=args.dataloader_num_workers,
-            persistent_workers=args.dataloader_persistent_workers,
-            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
-            **loader_options(args),
-        )
+        batches = EpochBatches(dataset, batch_size, seed, args.process_index, processes, args.dataloader_drop_last)
+        if not len(batches):
+            images = f"expert {self.expert!r} has {len(dataset)} images, fewer than a batch of {batch_size}"
+            raise ValueError(f"{images}, and dataloader_drop_last leaves none. Set it to False.")
+        names = ["pin_memory"]
+        if not isinstance(dataset, FeatureDataset):  # rows of a memory map need no workers
+            names += ["num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context"]
+        options = {name: getattr(args, f"dataloader_{name}") for name in names}
+        seed_workers = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
+        options |= {"batch_sampler": batches, "collate_fn": self._train_collator, "worker_init_fn": seed_workers}
+        loader = DataLoader(self.train_dataset, **options)
+        loader.set_epoch = batches.set_epoch  # Trainer calls it
+        return loader
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)
         if self.args.negatives == "seen" and "labels" in inputs:  # positions among the classes of all experts
-            labels = inputs["labels"]
-            inputs["labels"] = torch.where(labels < 0, labels, self._all_classes_ids[labels.clamp(min=0)])
+            labels, ids = inputs["labels"], self.tuner.layer.label_space.own[self.expert]
+            inputs["labels"] = torch.where(labels < 0, labels, ids[labels.clamp(min=0)])
         return inputs
+
+    # ---- the loss and its steps ----------------------------------------------------------------------------------
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self._module is None:
@@ -267,7 +254,7 @@ class ExpertTrainer(PublishingTrainer):
         """Cross-entropy, or `compute_loss_func`, + λ·Σ|θ| over the expert's LuCA module, once per optimizer step."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         micro_batches = self.current_gradient_accumulation_steps if model.training else 1
-        l1 = (self.args.l1_weight or 0.0) * self.tuner.l1_penalty(self.expert) / micro_batches
+        l1 = self.args.l1_weight * self.tuner.l1_penalty(self.expert) / micro_batches
         if model.training:
             name = "cross_entropy" if self.compute_loss_func is None else "custom_loss"
             for part, value in ((name, loss), ("l1_penalty", l1)):
@@ -279,66 +266,50 @@ class ExpertTrainer(PublishingTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
-        is_finite = loss.isfinite()
-        if self.accelerator.num_processes > 1:  # all processes stop, or none
-            is_finite = self.accelerator.reduce(is_finite.float(), "mean") == 1
-        if not is_finite:
+        if not loss.isfinite():
             self._refuse_numbers(f"the loss is {float(loss)}", 1)
         return loss
 
     def _refuse_numbers(self, found: str, steps: int) -> None:
         raise FloatingPointError(
-            f"expert {self.expert!r}, step {self.state.global_step + steps}: {found}. Look at its images, or train in "
-            f"another output_dir with a learning_rate below {self.args.learning_rate}."
+            f"expert {self.expert!r}, step {self.state.global_step + steps}: {found}. The expert is given up. Look at "
+            f"its images, or train in another output_dir with a learning_rate below {self.args.learning_rate}."
         )
 
     def create_optimizer(self, model: Any = None) -> Any:
         optimizer = super().create_optimizer(model)
         if self.args.l1_proximal and not self._has_proximal_step:
             if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam)):  # AdamW is an Adam
-                raise ValueError(
-                    "l1_proximal needs the step size of the optimizer, which is known for SGD, Adam and AdamW, not "
-                    f"for {type(optimizer).__name__}."
-                )
-            parameters = list(self.tuner.layer.luca_parameters(self.expert).values())
-            weight = self.args.l1_weight or 0.0
+                raise ValueError(f"l1_proximal needs SGD, Adam or AdamW, got {type(optimizer).__name__}.")
+            parameters, weight = list(self.tuner.layer.luca_parameters(self.expert).values()), self.args.l1_weight
             optimizer.register_step_post_hook(lambda stepped, *_: soft_threshold(stepped, parameters, weight))
             self._has_proximal_step = True
         return optimizer
 
-    def _check_optimizer(self) -> None:
-        """An optimizer of other parameters would train nothing."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        held = {id(parameter) for group in groups for parameter in group["params"]}
-        trained = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
-        if groups and held.isdisjoint(trained):
-            raise ValueError(
-                f"optimizers holds no trainable parameter of expert {self.expert!r}. Make the optimizer of "
-                "[p for p in model.parameters() if p.requires_grad], or use optimizer_cls_and_kwargs."
-            )
-
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not self.args.schedule_per_epoch or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        batches = len(self.train_dataset) / (self.args.train_batch_size * self.args.world_size)
-        batches = math.floor(batches) if self.args.dataloader_drop_last else math.ceil(batches)
-        per_epoch = math.ceil(batches / self.args.gradient_accumulation_steps)
+        per_epoch = math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
         epochs = math.ceil(num_training_steps / per_epoch)
-
-        def factor(step: int) -> float:
-            # ½ (1 + cos(π · epoch / epochs)), as the authors' code steps it after each epoch
-            return 0.5 * (1.0 + math.cos(math.pi * (step // per_epoch) / epochs))
-
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer or self.optimizer,
+            # the authors' code steps it after each epoch
+            lambda step: 0.5 * (1.0 + math.cos(math.pi * (step // per_epoch) / epochs)),
+        )
         self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    # ---- logging, evaluating and saving --------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._loss_steps:
             parts = {name: self.accelerator.reduce(part, "mean") for name, part in self._loss_parts.items()}
             logs |= {name: float(part) / self._loss_steps for name, part in parts.items()}
+            logs[f"{self.expert}/loss"] = logs["loss"]  # a curve for each task, beside the one of the run
             self._loss_parts, self._loss_steps = {}, 0.0
+        self.state.global_step += self.earlier_steps
         super().log(logs, start_time)
+        self.state.global_step -= self.earlier_steps
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         output = super().prediction_step(model, inputs, *args, **kwargs)
@@ -355,20 +326,4 @@ class ExpertTrainer(PublishingTrainer):
                 self.processing_class.save_pretrained(folder)
 
     def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
-        if not blocking:
-            raise ValueError("blocking=False is for collections. An ExpertTrainer pushes one expert, and waits.")
         return push_expert(self.model, self.expert, repo_id, **kwargs)
-
-
-def _is_images(dataset: Any) -> bool:
-    return dataset is not None and not isinstance(dataset, FeatureDataset)
-
-
-def _activate(model: Any, expert: str | None) -> str:
-    """Makes an expert the active one, and returns its name."""
-    tuner = tuner_of(model)
-    if expert is not None:
-        model.set_adapter(expert)
-    elif tuner.router is not None or not any(parameter.requires_grad for parameter in tuner.parameters()):
-        raise ValueError(f"no expert is active and trainable. Pass expert=, one of {', '.join(tuner.experts)}.")
-    return str(tuner.active_adapters[0])

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
+from transformers import ProgressCallback, Trainer
 
 from ..hub.model_card import CARD_NAME, CardFacts, make_card
-from ..tuner.model import tuner_of
+from ..tuner.model import LucaModel, tuner_of
 from ..utils import explain_write_errors
-
-
-TASK = "image-classification"
-Names = str | list[str] | None
+from .batches import ExpertProgressCallback
+from .figures import Accuracy
 
 
 class PublishingTrainer(Trainer):
     """
-    Publishes experts, with their card and no pickled files. A subclass defines `_push`, and the one `expert` that it
-    publishes, or the `_results` of its run.
+    A `Trainer` whose `push_to_hub` and `create_model_card` publish experts, with the experts' card and no pickled
+    files. A subclass defines `_push`, and the one `expert` that it publishes, or the `_results` of its run.
     """
 
+    # What Trainer declares for every kind of model and data, and what this one has.
     model: Any
     args: Any
+    data_collator: Any
+    processing_class: Any
     expert: str | None = None
+    _push: Callable[..., Any]
 
-    def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    @property
+    def tuner(self) -> LucaModel:
+        """The model's LuCA tuner, once there is an expert."""
+        return tuner_of(self.model)
 
     def _results(self) -> dict[str, Any] | None:
         return None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"compute_metrics": Accuracy(), **kwargs})
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(ExpertProgressCallback)
 
     def push_to_hub(
         self,
@@ -43,14 +54,11 @@ class PublishingTrainer(Trainer):
     ) -> Any:
         """
         Pushes the trained experts, with their card, to `args.hub_model_id`, by default a repository named as the
-        output folder; see [`push_expert`] and [`push_experts`]. `token`, `revision` (a branch) and `private` are
-        those of `args` by default. `kwargs` are arguments of `create_model_card`.
-
-        Returns:
-            [`~huggingface_hub.CommitInfo`], or a future of it. `None` on all processes but the first.
+        output folder. Takes the arguments of [`~transformers.Trainer.push_to_hub`] and `create_model_card`. Returns
+        [`~huggingface_hub.CommitInfo`] or, with `blocking=False`, a future of it.
         """
         tuner_of(self.model)  # raises before anything is sent if there is no expert
-        card = _card_arguments(**kwargs)
+        card = _card_facts(**kwargs)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
@@ -68,39 +76,27 @@ class PublishingTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """
-        Writes the card of the experts into the output folder. Takes what [`~transformers.Trainer.create_model_card`]
-        does; `base_model` and `datasets` are other names of `finetuned_from` and `dataset`.
+        Writes the card of the experts into the output folder; `push_to_hub` makes its own. Takes the arguments of
+        [`~transformers.Trainer.create_model_card`], and `base_model` and `datasets`. The card has no place for `tasks`
+        and `dataset_args`.
         """
-        card = _card_arguments(*args, **kwargs)
+        facts = CardFacts(results=self._results(), **_card_facts(*args, **kwargs))
         if self.is_world_process_zero():
             name = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             path = Path(self.args.output_dir) / CARD_NAME
             with explain_write_errors(path):
-                facts = CardFacts(results=self._results(), **card)
-                path.write_text(make_card(tuner_of(self.model), name, facts, expert=self.expert), encoding="utf-8")
+                path.write_text(make_card(self.tuner, name, facts, expert=self.expert), encoding="utf-8")
 
 
-def _card_arguments(
-    language: str | None = None,
-    license: str | None = None,
-    tags: Names = None,
-    model_name: str | None = None,
-    finetuned_from: str | None = None,
-    tasks: Names = None,
-    dataset_tags: Names = None,
-    dataset: Names = None,
-    dataset_args: Names = None,
-    base_model: str | None = None,
-    datasets: Names = None,
-) -> dict[str, Any]:
+def _card_facts(*args: Any, base_model: Any = None, datasets: Any = None, **kwargs: Any) -> dict[str, Any]:
     """The arguments of [`~transformers.Trainer.create_model_card`], as [`CardFacts`] takes them."""
-    wrong = [task for task in ([tasks] if isinstance(tasks, str) else tasks or ()) if task != TASK]
-    if wrong:
-        raise ValueError(f"tasks must be {TASK!r}, which is what LuCA experts do, got {wrong[0]!r}.")
-    data = {"language": language, "tags": [tags] if isinstance(tags, str) else tags, "model_name": model_name}
+    given = inspect.signature(Trainer.create_model_card).bind(None, *args, **kwargs).arguments
+    data = {name: given[name] for name in ("language", "tags", "model_name") if given.get(name)}
+    if isinstance(data.get("tags"), str):
+        data["tags"] = [data["tags"]]
     return {
-        "license": license,
-        "base_model": base_model or finetuned_from,
-        "datasets": datasets or dataset_tags or dataset,
-        "card_data": {name: value for name, value in data.items() if value} or None,
+        "license": given.get("license"),
+        "base_model": base_model or given.get("finetuned_from"),
+        "datasets": datasets or given.get("dataset_tags") or given.get("dataset"),
+        "card_data": data or None,
     }

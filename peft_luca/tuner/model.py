@@ -208,6 +208,12 @@ class LucaModel(PeftHooks):
         return self.layer.label_space.classes
 
     @property
+    def is_template(self) -> bool:
+        """Whether the only expert is `default`, nobody named its classes, and it was never set to train."""
+        is_only = list(self.experts) == ["default"]
+        return is_only and self._just_added == "default" and "classes" in self.peft_config["default"].filled
+
+    @property
     def router(self) -> Router | None:
         """The router that is set. `None` if a single expert is active."""
         return self.layer.router

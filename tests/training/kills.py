@@ -23,7 +23,7 @@ from helpers import make_trainer, read_json, trunk_tensors
 
 from peft_luca import ExpertTrainer
 from peft_luca.data import feature_file
-from peft_luca.training import evaluation, run_folder, task_features
+from peft_luca.training import evaluation, run_folder
 
 
 PHASES = ("begin", "extraction", "training", "saving", "evaluation")
@@ -46,7 +46,7 @@ def live(folder, shared):
     """One life: a stream of three tasks from its beginning, or from where an earlier life has left it, to its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     feature_file.CHECKPOINT_SECONDS = 0.0
-    task_features.TaskFeatures._extract = marking(task_features.TaskFeatures._extract, "extraction", shared)
+    evaluation.TaskFeatures._extract = marking(evaluation.TaskFeatures._extract, "extraction", shared)
     ExpertTrainer.train = marking(ExpertTrainer.train, "training", shared)
     run_folder.RunFolder.add_expert = marking(run_folder.RunFolder.add_expert, "saving", shared)
     evaluation.measure_stage = marking(evaluation.measure_stage, "evaluation", shared)
