@@ -88,12 +88,7 @@ class ContinualTrainer(PublishingTrainer):
 
     # ---- the stream ----------------------------------------------------------------------------------------------
 
-    def train(
-        self,
-        resume_from_checkpoint: bool | str | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
+    def train(self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """
         Learns every task of the stream that has not been learned. Tasks that an earlier run finished in
         `args.output_dir` are loaded, so a run that was interrupted is resumed by starting it again, unless

@@ -303,14 +303,6 @@ def test_a_template_is_taken_off_and_gives_the_same_experts(learned, out, cache)
     assert_same_experts(experts_of(wrapped), experts_of(learned))
 
 
-@pytest.mark.parametrize("labels", [0, 1])
-def test_a_base_of_any_number_of_labels(learned, out, cache, labels):
-    trainer = make_trainer(out, model=make_vit(num_labels=labels), **cache)
-    trainer.train_task(trainer.stream[0])
-    assert_same(expert_tensors(trainer.model, "task_0"), expert_tensors(learned.model, "task_0"))
-    assert trainer.tuner.unload().config.num_labels == labels
-
-
 def test_dropout_of_the_backbone_moves_nothing(out):
     """Dropout of a half in every layer: were it at work, no two passes would agree."""
     dropout = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}

@@ -116,15 +116,6 @@ def test_the_proximal_step_makes_zeros(out):
         train(out, None, custom, l1_proximal=True)
 
 
-def test_the_schedule_changes_once_per_epoch(out):
-    logs = Logs()
-    settings = {"per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "num_train_epochs": 4}
-    train(out, None, {"callbacks": [logs]}, schedule_per_epoch=True, **settings)
-    rates = [entry["learning_rate"] for entry in logs.logs if "loss" in entry]
-    expected = [0.1 * 0.5 * (1 + math.cos(math.pi * epoch / 4)) for epoch in range(4) for _ in range(3)]
-    assert rates == pytest.approx(expected)
-
-
 def test_negatives_are_the_classes_of_all_experts(out):
     model = make_expert()
     model.add_adapter("old", LucaConfig(classes=["x", NAMES[1]], init_rows="random"))
@@ -254,11 +245,6 @@ def test_optimizers_are_used_and_those_of_other_parameters_refused(out):
         train(out, None, {"optimizers": (torch.optim.SGD(make_vit().parameters(), lr=0.1), None)})
 
 
-def test_optimizer_cls_and_kwargs_are_used(out):
-    own = train(out, None, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}, optim="adamw_torch")
-    assert distance(own, train(out)) == 0
-
-
 def test_a_data_collator_is_used_for_training_and_evaluation(out):
     rows = [{"vector": torch.full((D,), float(i)), "labels": i % 3} for i in range(6)]
     calls = []
@@ -365,11 +351,3 @@ def test_a_routed_model_has_no_active_expert_to_train(out):
 def test_a_batch_larger_than_the_data_cannot_be_dropped(out):
     with pytest.raises(ValueError, match="'new' has 12 images, fewer than a batch of 100, and dataloader_drop_last"):
         train(out, per_device_train_batch_size=100, dataloader_drop_last=True)
-
-
-def test_the_card_is_the_experts(out):
-    trainer = train(out)
-    trainer.create_model_card(model_name="Colors", language="en", tags="mine", license="mit")
-    text = (out / "README.md").read_text()
-    assert "language: en" in text
-    assert "- mine" in text
