@@ -11,6 +11,7 @@ from peft import get_peft_model
 from transformers import Trainer, TrainerCallback
 
 from peft_luca import ExpertTrainer, FeatureDataset, ImageCollator, LucaConfig
+from peft_luca.training import expert_trainer
 
 
 CLASSES = list(NAMES[:3])
@@ -351,3 +352,17 @@ def test_a_routed_model_has_no_active_expert_to_train(out):
 def test_a_batch_larger_than_the_data_cannot_be_dropped(out):
     with pytest.raises(ValueError, match="'new' has 12 images, fewer than a batch of 100, and dataloader_drop_last"):
         train(out, per_device_train_batch_size=100, dataloader_drop_last=True)
+
+
+def test_one_expert_is_pushed_and_has_a_card(out, monkeypatch):
+    pushed = {}
+    monkeypatch.setattr(
+        expert_trainer, "push_expert", lambda _, name, repo, **given: pushed.update(given, name=name, repo=repo)
+    )
+    trainer = train(out)
+    trainer.hub_model_id = "me/new"
+    trainer.push_to_hub("message", tags="mine")
+    assert [pushed[key] for key in ("name", "repo", "commit_message")] == ["new", "me/new", "message"]
+    assert pushed["card_data"] == {"tags": ["mine"]}
+    trainer.create_model_card(tags="mine")
+    assert "- mine" in (out / "README.md").read_text(encoding="utf-8")
