@@ -215,6 +215,17 @@ def test_every_file_and_folder_of_the_architecture_page_exists():
     assert top - {"py.typed"} <= {name.rstrip("/") for name in named}
 
 
+def test_every_file_that_a_page_names_exists():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")]
+    named = {
+        (page.name, path)
+        for page in pages
+        for path in re.findall(r"\b(?:tests|examples)/[\w/.-]*\w", page.read_text())
+    }
+    assert len(named) > 20
+    assert sorted((page, path) for page, path in named if not (ROOT / path).exists()) == []
+
+
 @pytest.mark.slow
 def test_the_site_builds(tmp_path):
     pytest.importorskip("mkdocs", reason="needs mkdocs-material and mkdocstrings: the extra dev")

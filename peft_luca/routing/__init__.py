@@ -1,4 +1,4 @@
-"""Who answers each image: tensors in, tensors out. Knows no model, no file and no trainer."""
+"""Routers choose the expert for each image: tensors in, tensors out. They know no model, no file and no trainer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..utils import list_names
 from .label_space import LabelSpace
 from .router import Experts, Router, RouterOptions, RoutingOutput
 from .score_routers import EnergyRouter, EntropyRouter, FunctionRouter, OracleRouter, ScoreRouter
@@ -33,29 +34,24 @@ def make_router(router: str | Router | Callable[..., Tensor], **options: Any) ->
 
     Args:
         router (`str`, [`Router`] or function):
-            A name of `ROUTERS`, a router, or a function of scores `(batch, experts, C)` that returns costs
-            `(batch, experts)`; the expert with the lowest cost answers.
-        options: The router's options.
-
-    Raises:
-        ValueError: there is no such router, or it does not take the options.
+            A name in `ROUTERS`, a router, or a function of scores `(batch, experts, C)` that returns costs
+            `(batch, experts)`: the expert with the lowest cost answers.
+        options: The router's options. A wrong one raises a `ValueError`.
     """
     if isinstance(router, Router):
         if options:
             raise ValueError(f"{router!r} has its options already: pass {', '.join(options)} when you make it.")
         return router
+    if callable(router) and not isinstance(router, type):
+        return FunctionRouter(router, **options)
     if not isinstance(router, str):
-        if callable(router) and not isinstance(router, type):
-            return FunctionRouter(router, **options)
         raise ValueError(f"a router is a name, a Router or a function of scores, got {router!r}.")
     if router in REMOVED:
         raise ValueError(f"the router {router!r} was removed. Use set_router({REMOVED[router]!r}).")
     name = OLD_NAMES.get(router, router)
     if name not in ROUTERS:
-        raise ValueError(
-            f"there is no router {router!r}. Choose one of {', '.join(map(repr, sorted(ROUTERS)))}, or pass a "
-            "function of scores (batch, experts, classes) that returns costs (batch, experts)."
-        )
+        names = list_names(sorted(ROUTERS))
+        raise ValueError(f"there is no router {router!r}. Choose one of {names}, or pass a function of scores.")
     return ROUTERS[name](**options)
 
 

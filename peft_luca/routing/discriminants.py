@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..utils import InvalidExpertError
 from .statistics import ClassStatistics, random_directions
@@ -19,38 +18,26 @@ BUDGET = 2**24
 # With larger coefficients, scores could overflow in float32.
 MAX_COEFFICIENT = 1e30
 
-UNUSABLE = (
-    "no classifier can be made of the experts' statistics. Collect them again, leave out the expert that brought "
-    "them, or use a router that needs none, such as 'entropy'"
-)
 
+class Discriminant(nn.Module):
+    """Base class of the closed-form classifiers of unit features, over the classes of the statistics."""
 
-class _Tensors:
-    """Holds tensors and numbers, its own and those of its parts."""
+    temperature: float  # divides the scores before the softmax
 
-    def move(self, device: torch.device) -> None:
-        """Moves all tensors to a device."""
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(self, name, value.to(device))
-            elif isinstance(value, _Tensors):
-                value.move(device)
-
-    def numbers(self) -> Iterator[Tensor]:
-        for value in vars(self).values():
-            if isinstance(value, _Tensors):
-                yield from value.numbers()
-            elif isinstance(value, (Tensor, float)):
-                yield torch.as_tensor(value)
-
-
-class Discriminant(_Tensors):
-    """
-    Base class of the closed-form classifiers of unit features. Outputs have one column per class of the statistics, in
-    their order. `temperature` divides the scores before the softmax.
-    """
-
-    temperature: float
+    @classmethod
+    def make(cls, statistics: ClassStatistics, **options: Any) -> Discriminant:
+        """Makes a classifier, and raises an `InvalidExpertError` if the statistics cannot be those of images."""
+        try:
+            made = cls(statistics, **options)
+            if all((value.abs() <= MAX_COEFFICIENT).all() for value in made.buffers()):
+                return made
+            reason = "its coefficients are not finite, or very large"
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            reason = str(error)
+        raise InvalidExpertError(
+            f"no classifier can be made of the experts' statistics: {reason}. Collect them again, leave out the "
+            "expert that brought them, or use a router that needs none, such as 'entropy'."
+        )
 
     def scores(self, x: Tensor) -> Tensor:
         """Unit features `(batch, d)` → log-likelihoods up to a constant, `(batch, C)`."""
@@ -65,24 +52,24 @@ class Discriminant(_Tensors):
         return x.new_zeros(x.shape[0])
 
 
-class Background(_Tensors):
+class Background(nn.Module):
     """
     One Gaussian of all training features, which stands for images of no class: an image is known as far as a class
     explains it better than the background does (relative Mahalanobis distance, https://arxiv.org/abs/2106.09022).
     """
 
-    def __init__(self, statistics: ClassStatistics, within: Tensor, volume: float) -> None:
+    def __init__(self, statistics: ClassStatistics, within: Tensor, volume: Tensor) -> None:
+        super().__init__()
         counts, images = statistics.counts, float(statistics.counts.sum())
         mean = (counts[:, None] * statistics.means).sum(dim=0) / images
         apart = counts.sqrt()[:, None] * (statistics.means - mean)
         total = (within * max(images - len(counts), 1.0) + apart.T @ apart) / max(images - 1, 1.0)
         total = _shrink(total, _ledoit_wolf(total, images - 1))
-        self.mean, self.precision = mean.float(), torch.linalg.inv(total).float()
+        self.mean, self.precision = nn.Buffer(mean.float()), nn.Buffer(torch.linalg.inv(total).float())
         # The log-density lacks the constant that the classes lack, too.
-        self.constant = -0.5 * (float(torch.logdet(total)) - volume)
+        self.constant = -0.5 * float(torch.logdet(total) - volume)
 
     def scores(self, x: Tensor) -> Tensor:
-        """Unit features `(batch, d)` → log-density, `(batch,)`."""
         centred = x - self.mean.to(x)
         return -0.5 * (centred @ self.precision.to(x) * centred).sum(dim=-1) + self.constant
 
@@ -105,15 +92,16 @@ class LinearDiscriminant(Discriminant):
         temperature: float | None = None,
         means: Tensor | None = None,
     ) -> None:
+        super().__init__()
         covariance, freedom = statistics.within
         self.shrinkage = _ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
         self.temperature = math.sqrt(len(covariance)) / 3 if temperature is None else temperature
         shrunk = _shrink(covariance, self.shrinkage)
-        self.background = Background(statistics, covariance, float(torch.logdet(shrunk)))
+        self.background = Background(statistics, covariance, torch.logdet(shrunk))
         means = statistics.means if means is None else means
         weights = torch.linalg.solve(shrunk, means.T).T  # (C, d)
-        self.weights, self.bias = weights.float(), (-0.5 * (weights * means).sum(dim=1)).float()
-        self.precision = torch.linalg.inv(shrunk).float()
+        self.weights, self.bias = nn.Buffer(weights.float()), nn.Buffer((-0.5 * (weights * means).sum(dim=1)).float())
+        self.precision = nn.Buffer(torch.linalg.inv(shrunk).float())
 
     def scores(self, x: Tensor) -> Tensor:
         return torch.addmm(self.bias.to(x), x, self.weights.to(x).T)
@@ -130,18 +118,17 @@ class RegularizedDiscriminant(Discriminant):
     A Gaussian per class: Σ_k = (1-γ)·[(1-α)·S_k + α·P] + γ·t_k·I, with S_k the class's covariance, P the pooled one
     and t_k the mean of the bracket's diagonal (Friedman 1989). Scores are -½·(x-μ)ᵀΣ_k⁻¹(x-μ) - ½·β·log|Σ_k|.
 
-    α falls as a class has more images: 1/(1 + 0.13·(n-1)^¼). This rule, β and the temperature were chosen by
-    leave-one-out on training images of three data sets: see the routing page of the docs. The temperature is above 1
-    because the features have heavier tails than a Gaussian. γ is given by [`sphere_strength`].
+    By default α is 1/(1 + 0.13·(n-1)^¼) for a class of n images, and γ is given by [`sphere_strength`]. The rule for
+    α, β and the temperature were chosen on training images of three data sets: see docs/routing.md.
 
     Args:
         statistics ([`ClassStatistics`]): Pooled.
-        shrinkage (`float`, *optional*): α of every class, 0 to 1. By default the rule chooses it.
-        sphere (`float`, *optional*): γ, 0 to 1. By default the rule chooses it.
+        shrinkage (`float`, *optional*): α of every class, 0 to 1.
+        sphere (`float`, *optional*): γ, 0 to 1.
         volume (`float`, *optional*, defaults to `0.0`): β, the weight of the classes' log-volumes; 1 in the density.
         temperature (`float`, *optional*):
-            Divides the scores; 0.44·√d by default. [`LinearDiscriminant`] judges whether an image is known, with this
-            temperature if it is given and its own default otherwise.
+            Divides the scores; 0.44·√d by default. If given, it also serves the [`LinearDiscriminant`] that judges
+            whether an image is known.
     """
 
     def __init__(
@@ -152,17 +139,17 @@ class RegularizedDiscriminant(Discriminant):
         volume: float = 0.0,
         temperature: float | None = None,
     ) -> None:
+        super().__init__()
         covariance, pooled_freedom = statistics.within
         d, counts = len(covariance), statistics.counts
         self.temperature = 0.44 * math.sqrt(d) if temperature is None else temperature
         alphas = 1 / (1 + 0.13 * (counts - 1) ** 0.25) if shrinkage is None else torch.full_like(counts, shrinkage)
-        if sphere is None:
-            sphere = sphere_strength(counts, alphas, covariance, pooled_freedom)
+        sphere = sphere_strength(counts, alphas, covariance, pooled_freedom) if sphere is None else sphere
         self.sphere = sphere
         # The classes' own covariances differ in volume, so that the pooled one judges what is known.
         self.pooled = LinearDiscriminant(statistics, temperature=temperature)
         values, basis = torch.linalg.eigh(covariance)
-        values, self.basis = values.clamp(min=0), basis.float()
+        values, self.basis = values.clamp(min=0), nn.Buffer(basis.float())
         means = statistics.means @ basis  # (C, d). All that follows is in the basis of P.
         inverse, rows, offsets = torch.empty_like(means), [], []
         volumes = torch.empty(len(means), dtype=torch.float64)
@@ -189,10 +176,11 @@ class RegularizedDiscriminant(Discriminant):
         # Classes with equally many rows lie side by side, so that one reshape and sum serves them all.
         order = sorted(range(len(rows)), key=lambda k: len(rows[k]))
         self.groups = list(Counter(len(rows[k]) for k in order).items())  # (rows per class, classes)
-        self.places = torch.tensor(order).argsort()
-        self.rows, self.offsets = torch.cat([rows[k] for k in order]), torch.cat([offsets[k] for k in order])
-        self.inverse, self.linear = inverse.float(), (means * inverse).float()
-        self.constant = (-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float()
+        self.places = nn.Buffer(torch.tensor(order).argsort())
+        self.rows = nn.Buffer(torch.cat([rows[k] for k in order]))
+        self.offsets = nn.Buffer(torch.cat([offsets[k] for k in order]))
+        self.inverse, self.linear = nn.Buffer(inverse.float()), nn.Buffer((means * inverse).float())
+        self.constant = nn.Buffer((-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float())
 
     def scores(self, x: Tensor) -> Tensor:
         y = x @ self.basis.to(x)
@@ -219,48 +207,28 @@ class RidgeClassifier(Discriminant):
     Args:
         statistics ([`ClassStatistics`]): Pooled, with random features.
         strength (`float`, *optional*):
-            λ, above 0. By default the one of least generalized cross-validation, which the Gram matrix and the class
-            sums give in closed form.
-        temperature (`float`, *optional*, defaults to `0.1`): Divides the scores.
-
-    Raises:
-        ValueError: The statistics have no random features.
+            λ, above 0. By default the one of least generalized cross-validation, found in closed form.
+        temperature (`float`, *optional*): Divides the scores; 0.1 by default.
     """
 
     def __init__(
         self, statistics: ClassStatistics, strength: float | None = None, temperature: float | None = None
     ) -> None:
+        super().__init__()
         if statistics.gram is None or statistics.random_sums is None:
             raise ValueError(
-                "the ridge router needs random features in the statistics of every expert, equally many. Collect them "
-                "with ClassStatistics.collect(..., random_features=2000), or statistics_random_features=2000 in the "
-                "training arguments."
+                "the ridge router needs random features in the statistics of every expert, equally many. Train with "
+                "statistics_random_features=2000, or call collect_statistics(..., random_features=2000)."
             )
         self.temperature = 0.1 if temperature is None else temperature
         values, basis = torch.linalg.eigh(statistics.gram.double())
         values, sums = values.clamp(min=0), statistics.random_sums @ basis  # (C, M)
         self.strength = _ridge_strength(values, sums, statistics.counts) if strength is None else strength
-        self.weights = ((sums / (values + self.strength)) @ basis.T).float()  # (C, M)
-        self.directions = random_directions(statistics.means.shape[1], len(values)).float()  # (d, M)
+        self.weights = nn.Buffer(((sums / (values + self.strength)) @ basis.T).float())  # (C, M)
+        self.directions = nn.Buffer(random_directions(statistics.means.shape[1], len(values)).float())  # (d, M)
 
     def scores(self, x: Tensor) -> Tensor:
         return torch.relu(x @ self.directions.to(x)) @ self.weights.to(x).T
-
-
-def make_discriminant(kind: Callable[..., Discriminant], statistics: ClassStatistics, **options: Any) -> Discriminant:
-    """
-    Makes a classifier and checks its numbers.
-
-    Raises:
-        InvalidExpertError: The statistics cannot be those of images: a coefficient is not finite, or very large.
-    """
-    try:
-        made = kind(statistics, **options)
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-        raise InvalidExpertError(f"{UNUSABLE}: {error}") from error
-    if not all((value.abs() <= MAX_COEFFICIENT).all() for value in made.numbers()):
-        raise InvalidExpertError(f"{UNUSABLE}: numbers in it are not finite, or very large.")
-    return made
 
 
 def sphere_strength(counts: Tensor, shrinkage: Tensor, covariance: Tensor, freedom: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,8 +10,7 @@ from torch import Tensor
 
 class LabelSpace:
     """
-    The global label space of a set of experts. A class is known by its name: experts that share a name share the
-    class.
+    The classes of a set of experts. Experts that share a class name share the class.
 
     Args:
         experts (`Mapping[str, Sequence[str]]`): Expert → names of its classes, in the order of its rows.
@@ -30,17 +28,14 @@ class LabelSpace:
         for classes in experts.values():
             for name in classes:
                 ids.setdefault(name, len(ids))
-        ends = list(accumulate(len(classes) for classes in experts.values()))
         own = {expert: torch.tensor([ids[name] for name in classes]) for expert, classes in experts.items()}
         row_class = torch.cat(list(own.values()))
         self.device = device
         self.classes = tuple(ids)
         self.rows = len(row_class)
         self.own = {expert: places.to(device) for expert, places in own.items()}
-        self.own_rows = {
-            expert: torch.arange(end - len(classes), end, device=device)
-            for (expert, classes), end in zip(experts.items(), ends, strict=True)
-        }
+        rows = torch.arange(self.rows, device=device).split([len(places) for places in own.values()])
+        self.own_rows = dict(zip(own, rows, strict=True))
         self.row_class = row_class.to(device)
         # Where no class is shared, the rows only have to be put into the order of the classes.
         self.permutation = row_class.argsort().to(device) if self.rows == len(ids) else None

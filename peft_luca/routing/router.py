@@ -45,28 +45,17 @@ class RoutingOutput(NamedTuple):
     @classmethod
     def concatenate(cls, parts: Sequence[RoutingOutput]) -> RoutingOutput:
         """Joins the outputs of the parts of a batch."""
-        if len(parts) == 1:
-            return parts[0]
         columns = zip(*parts, strict=True)
         return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
 
 class Experts(Protocol):
-    """
-    The experts of a model, as a router sees them. The object stands for one set of experts: a model whose experts
-    change makes a new one.
-
-    Attributes:
-        names (`list[str]`): Names of the experts, in their order.
-        by_name (`torch.Tensor` of shape `(experts,)`): Positions of the experts in the order of their names.
-        label_space ([`LabelSpace`]): Their classes.
-        statistics (`Mapping[str, ClassStatistics]`): Expert → statistics of its training features, where it has any.
-    """
+    """One set of experts, as a router sees them. A model whose experts change makes a new object."""
 
     names: list[str]
-    by_name: Tensor
+    by_name: Tensor  # (experts,), positions of the experts in the order of their names
     label_space: LabelSpace
-    statistics: Mapping[str, ClassStatistics]
+    statistics: Mapping[str, ClassStatistics]  # of the experts that have them
 
     def scores(self, features: Tensor) -> Tensor:
         """[CLS] `(batch, d)` → scores of all classes under every expert, `(batch, experts, C)`."""
@@ -92,13 +81,10 @@ def option(default: Any, low: float | None = None, high: float = math.inf, choic
 @dataclass(frozen=True)
 class RouterOptions:
     """
-    Options of a router, checked when they are made. Numbers of NumPy become Python's, so that a file can hold them.
+    Options of a router. A value out of range raises a `ValueError`. NumPy's numbers become Python's, for JSON.
 
     Args:
         unknown_below (`float`, *optional*, defaults to `0.0`): Answers of lower confidence are marked unknown.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     unknown_below: float = option(0.0, 0, 1)
@@ -121,8 +107,8 @@ class Router(ABC):
     """
     Chooses, for each image by itself, the expert that answers.
 
-    A subclass defines [`~Router.route`], and may define `prepare` and the attributes. It is made with the fields of
-    its `Options`, which it checks.
+    A subclass defines [`~Router.route`], and may define `prepare` and the attributes below. The arguments are the
+    fields of `Options`.
 
     Attributes:
         name (`str` or `None`): Its name in files. A router without a name cannot be saved.
@@ -136,25 +122,22 @@ class Router(ABC):
 
     def __init__(self, **options: Any) -> None:
         known = [entry.name for entry in fields(self.Options)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
+        if unknown := ", ".join(sorted(set(options) - set(known))):
             removed = " Without `candidates` every expert is asked." if "candidates" in unknown else ""
-            raise ValueError(
-                f"the router {self.name or type(self).__name__!r} takes the options {', '.join(known)}, got "
-                f"{', '.join(unknown)}.{removed}"
-            )
+            name = self.name or type(self).__name__
+            raise ValueError(f"the router {name!r} takes the options {', '.join(known)}, got {unknown}.{removed}")
         self.options: Any = self.Options(**options)
 
     def prepare(self, experts: Experts) -> Any:
         """
-        Makes what `route` needs and what depends on the experts alone; `route` gets it from `experts.prepared(self)`.
-        Raises a `ValueError` if the router cannot be used with these experts.
+        Computes what depends on the experts alone, once for each set of experts. `route` gets it from
+        `experts.prepared(self)`. A `ValueError` says that the router cannot be used with these experts.
         """
         return None
 
     @abstractmethod
     def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
-        """Routes a batch of [CLS] vectors, `(batch, d)`."""
+        """Routes [CLS] vectors, `(batch, d)`."""
 
     def batch_limit(self, experts: Experts) -> int | None:
         """The most images that `route` takes at a time within the memory budget. `None` if a batch must stay whole."""
@@ -163,15 +146,18 @@ class Router(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Name and options that differ from their defaults, as JSON holds them and [`make_router`] reads them."""
-        values = {entry.name: (getattr(self.options, entry.name), entry.default) for entry in fields(self.options)}
-        changed = {name: value for name, (value, default) in values.items() if value != default}
-        return {"name": self.name, "options": changed}
+        values, defaults = vars(self.options), vars(self.Options())
+        return {"name": self.name, "options": {name: v for name, v in values.items() if v != defaults[name]}}
+
+    def _key(self) -> tuple[Any, ...]:
+        """What equal routers have in common."""
+        return type(self), self.options
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Router) and type(self) is type(other) and self.options == other.options
+        return isinstance(other, Router) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash((type(self), self.options))
+        return hash(self._key())
 
     def __repr__(self) -> str:
         options = self.to_dict()["options"]

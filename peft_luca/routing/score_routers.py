@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,25 +19,8 @@ OTHER_CLASSES_MARGIN = 10.0
 
 
 def entropy(scores: Tensor, temperature: float = 1.0) -> Tensor:
-    """
-    Entropy of each expert's softmax over all classes, in nats.
-
-    Args:
-        scores (`torch.Tensor` of shape `(batch, experts, C)`): Scores of all classes.
-        temperature (`float`, *optional*, defaults to `1.0`): Divides the scores.
-
-    Returns:
-        `torch.Tensor` of shape `(batch, experts)`: between 0 and log C.
-    """
+    """Scores `(batch, experts, C)` → entropy of each expert's softmax over all classes in nats, `(batch, experts)`."""
     return torch.special.entr(torch.softmax(_float32(scores) / temperature, dim=-1)).sum(dim=-1)
-
-
-def energy(scores: Tensor, temperature: float = 1.0) -> Tensor:
-    """
-    Free energy -τ·log Σ exp(score/τ) of each expert, `(batch, experts, C)` → `(batch, experts)`. Unlike the entropy it
-    grows with the expert's scale σ (https://arxiv.org/abs/2010.03759).
-    """
-    return torch.logsumexp(_float32(scores) / temperature, dim=-1) * -temperature
 
 
 def _float32(scores: Tensor) -> Tensor:
@@ -46,15 +30,13 @@ def _float32(scores: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class ScoreOptions(RouterOptions):
     """
-    Options of a score router.
+    Options of a score router, beside those of [`RouterOptions`].
 
     Args:
-        unknown_below (`float`, *optional*, defaults to `0.0`): Answers of lower confidence are marked unknown.
         temperature (`float`, *optional*, defaults to `1.0`): Divides the scores, 1e-6 to 1e6.
         routing_scope (`str`, *optional*, defaults to `"sample"`):
-            `"batch"` lets one expert answer a whole batch, as the released evaluation does. The accuracy then depends
-            on the order of the images, and over a test set sorted by class it leaks the task: use it for comparison
-            with published figures only.
+            `"batch"` lets one expert answer a whole batch, as the released evaluation does, for comparison only: on a
+            test set sorted by class it leaks the task.
     """
 
     temperature: float = option(1.0, 1e-6, 1e6)
@@ -73,24 +55,10 @@ class ScoreRouter(Router):
     def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
         scores = experts.scores(features)  # (batch, experts, C)
         costs = self.cost(scores)
-        if self.options.routing_scope == "batch":
-            mean_scores = scores.mean(dim=0, keepdim=True)
-            chosen = choose(costs.mean(dim=0, keepdim=True), mean_scores, experts.by_name).expand(features.shape[0])
-        else:
-            chosen = choose(costs, scores, experts.by_name)
-        return self.answer(scores, chosen)
-
-    def answer(self, scores: Tensor, chosen: Tensor) -> RoutingOutput:
-        """Scores `(batch, experts, C)` and the chosen experts `(batch,)` → the answer."""
-        entropies = entropy(scores)
-        index = chosen[:, None, None].expand(-1, 1, scores.shape[2])
-        logits = scores.gather(1, index)[:, 0]  # (batch, C)
-        temperature = getattr(self.options, "temperature", 1.0)
-        confidence = torch.softmax(_float32(logits) / temperature, dim=-1).amax(dim=-1)
-        unknown = ~(confidence >= self.options.unknown_below)  # not `<`: a confidence that is NaN is unknown
-        return RoutingOutput(
-            logits, chosen, entropies.gather(1, chosen[:, None])[:, 0], entropies, confidence, unknown
-        )
+        if self.options.routing_scope == "sample":
+            return answer(scores, choose(costs, scores, experts.by_name), self.options)
+        chosen = choose(costs.mean(dim=0, keepdim=True), scores.mean(dim=0, keepdim=True), experts.by_name)
+        return answer(scores, chosen.expand(features.shape[0]), self.options)
 
     def batch_limit(self, experts: Experts) -> int | None:
         return None if self.options.routing_scope == "batch" else super().batch_limit(experts)
@@ -106,49 +74,34 @@ class EntropyRouter(ScoreRouter):
 
 
 class EnergyRouter(ScoreRouter):
-    """The expert with the lowest free energy answers."""
+    """
+    The expert with the lowest free energy -τ·log Σ exp(score/τ) answers. It grows with the expert's scale σ
+    (https://arxiv.org/abs/2010.03759).
+    """
 
     name: ClassVar[str | None] = "energy"
 
     def cost(self, scores: Tensor) -> Tensor:
-        return energy(scores, self.options.temperature)
-
-
-@dataclass(frozen=True)
-class FunctionOptions(RouterOptions):
-    """Options of [`FunctionRouter`] beside the arguments of the function."""
-
-    routing_scope: str = option("sample", choices=("sample", "batch"))
+        temperature = self.options.temperature
+        return torch.logsumexp(_float32(scores) / temperature, dim=-1) * -temperature
 
 
 class FunctionRouter(ScoreRouter):
     """
-    A router made of a plain function. It cannot be saved: set it again after loading.
-
-    Args:
-        function (`Callable`): Scores `(batch, experts, C)` → costs `(batch, experts)`. The lowest cost answers.
-        options: Arguments of the function, and `unknown_below` and `routing_scope`.
+    A router made of a function of scores `(batch, experts, C)` that returns costs `(batch, experts)`. Options other
+    than `unknown_below` and `routing_scope` are passed to the function. A function cannot be saved.
     """
 
-    Options = FunctionOptions
-
     def __init__(self, function: Callable[..., Tensor], **options: Any) -> None:
-        own = {entry.name for entry in fields(FunctionOptions)}
-        super().__init__(**{name: value for name, value in options.items() if name in own})
-        self.function = function
-        self.arguments = {name: value for name, value in options.items() if name not in own}
+        own = {name: options.pop(name) for name in ("unknown_below", "routing_scope") if name in options}
+        super().__init__(**own)
+        self.function, self.arguments = function, options
         try:
-            self.cost(torch.zeros(1, 2, 3))
+            inspect.signature(function).bind(None, **options)
         except TypeError as error:
             raise ValueError(f"the router {function!r} does not take these options: {error}") from error
-        except (RuntimeError, IndexError):
-            pass  # a function may be made for its number of experts or classes
-
-    __hash__ = Router.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        same = super().__eq__(other) and isinstance(other, FunctionRouter)
-        return same and (self.function, self.arguments) == (other.function, other.arguments)  # type: ignore[attr-defined]
+        except ValueError:  # a function written in C may have no signature
+            pass
 
     def cost(self, scores: Tensor) -> Tensor:
         costs = self.function(scores, **self.arguments)
@@ -160,11 +113,14 @@ class FunctionRouter(ScoreRouter):
             )
         return costs
 
+    def _key(self) -> tuple[Any, ...]:
+        return *super()._key(), self.function, repr(self.arguments)
+
     def __repr__(self) -> str:
         return getattr(self.function, "__qualname__", repr(self.function))
 
 
-class OracleRouter(ScoreRouter):
+class OracleRouter(Router):
     """
     The expert that the caller names answers each image, over its own classes alone: the accuracy with the task known.
 
@@ -173,22 +129,15 @@ class OracleRouter(ScoreRouter):
     """
 
     name: ClassVar[str | None] = "oracle"
-    Options = RouterOptions
 
     def __init__(self, expert: Tensor | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.expert = expert
 
-    def cost(self, scores: Tensor) -> Tensor:
-        return torch.zeros_like(scores[..., 0])
-
     def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
         expert, count = self.expert, len(experts.names)
         if expert is None:
-            raise ValueError(
-                "the oracle router must be told which expert answers each image: route(pixel_values, expert=...) with "
-                "positions in the experts' order, (batch,)."
-            )
+            raise ValueError("the oracle router must be told which expert answers each image: route(..., expert=...).")
         whole = not (expert.is_floating_point() or expert.dtype == torch.bool)
         if not whole or expert.shape != features.shape[:1] or bool(((expert < 0) | (expert >= count)).any()):
             raise ValueError(
@@ -201,23 +150,27 @@ class OracleRouter(ScoreRouter):
             row[space.own[name]] = True
         lowest = scores.masked_fill(~own, torch.inf).amin(dim=-1, keepdim=True)  # (batch, experts, 1)
         scores_of_own = torch.where(own, scores, lowest - OTHER_CLASSES_MARGIN)
-        answer = self.answer(scores, expert.to(scores.device))
-        masked = self.answer(scores_of_own, answer.expert)
-        return answer._replace(logits=masked.logits, confidence=masked.confidence, unknown=masked.unknown)
+        expert = expert.to(scores.device, torch.int64)
+        output, over_all = (answer(values, expert, self.options) for values in (scores_of_own, scores))
+        return output._replace(entropy=over_all.entropy, entropies=over_all.entropies)
 
     def batch_limit(self, experts: Experts) -> int | None:
         return None
 
 
+def answer(scores: Tensor, chosen: Tensor, options: Any) -> RoutingOutput:
+    """Scores `(batch, experts, C)` and the chosen experts `(batch,)` → the answer."""
+    entropies = entropy(scores)
+    logits = scores.gather(1, chosen[:, None, None].expand(-1, 1, scores.shape[2]))[:, 0]  # (batch, C)
+    confidence = torch.softmax(_float32(logits) / getattr(options, "temperature", 1.0), dim=-1).amax(dim=-1)
+    unknown = ~(confidence >= options.unknown_below)  # not `<`: a confidence that is NaN is unknown
+    return RoutingOutput(logits, chosen, entropies.gather(1, chosen[:, None])[:, 0], entropies, confidence, unknown)
+
+
 def choose(costs: Tensor, scores: Tensor, by_name: Tensor) -> Tensor:
     """
-    The expert with the lowest cost, for each image. Of experts with the same cost, the one whose two best classes are
-    further apart; of those, the first by name. The order in which experts were loaded never decides.
-
-    Args:
-        costs (`torch.Tensor` of shape `(batch, experts)`): Costs.
-        scores (`torch.Tensor` of shape `(batch, experts, C)`): Scores of all classes.
-        by_name (`torch.Tensor` of shape `(experts,)`): Positions of the experts in the order of their names.
+    Costs (batch, experts) and scores (batch, experts, C) → the expert with the lowest cost (batch,). Of equal costs,
+    the expert whose two best classes are further apart; of those, the first by name, never by the order of loading.
     """
     ordered = costs.index_select(1, by_name)
     tied = ordered == ordered.amin(dim=1, keepdim=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,8 @@ DEFAULT_RANK = 64
 RANDOM_SEED = 0
 # Images, or rows, that are in float64 at a time.
 BLOCK = 4096
+# Count, mean, factor, remainder and error of one class.
+_OneClass = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 # Below this variance, unit features count as equal: it is about the rounding error of float32.
 LEAST_VARIANCE = 1e-12
 
@@ -85,21 +86,10 @@ class ClassStatistics:
             prepare (function, *optional*):
                 Turns `features`, in float64, into unit features. It is called per class and per block, so that not
                 all of them are in memory at once.
-
-        Raises:
-            ValueError: A class has no image, or a feature is not finite.
         """
         check_classes(classes)
-        if not isinstance(features, Tensor) or features.ndim != 2 or not features.is_floating_point():
-            raise ValueError(f"features must be a float tensor of shape (images, d), got {_describe(features)}.")
-        whole = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.shape == features.shape[:1]
-        if not whole or bool((labels < 0).any()):
-            raise ValueError(
-                f"labels must be a tensor of {len(features)} positions in classes, from 0 on, got {_describe(labels)}."
-            )
-        for name, number in (("rank", rank), ("random_features", random_features)):
-            if number is not None and (not isinstance(number, int) or number < 0):
-                raise ValueError(f"{name} must be a whole number of at least 0, got {number!r}.")
+        if rank is not None and rank < 0:
+            raise ValueError(f"rank must be a whole number of at least 0, or None, got {rank}.")
         counts = torch.bincount(labels.cpu(), minlength=len(classes))
         if len(counts) != len(classes) or not counts.all():
             raise ValueError(
@@ -114,18 +104,10 @@ class ClassStatistics:
                 raise ValueError("statistics need finite features, but some are infinite or not a number.")
             return x
 
-        d = features.shape[1]
-        means, remainder = torch.zeros(2, len(classes), d, dtype=torch.float64)
-        errors = torch.zeros(len(classes), dtype=torch.float64)
-        factors = []
-        for k in range(len(classes)):
-            x = take(features[labels == k])
-            means[k] = x.mean(dim=0)
-            factor, remainder[k], errors[k] = _factorize(x - means[k], rank)
-            factors.append(factor)
+        parts = [_summarize(take(features[labels == k]), rank) for k in range(len(classes))]
         gram = sums = None
         if random_features:
-            directions = random_directions(d, random_features)
+            directions = random_directions(features.shape[1], random_features)
             gram = torch.zeros(random_features, random_features, dtype=torch.float64)
             sums = torch.zeros(len(classes), random_features, dtype=torch.float64)
             for rows, y in zip(features.split(BLOCK), labels.cpu().split(BLOCK), strict=True):
@@ -133,7 +115,7 @@ class ClassStatistics:
                 gram.addmm_(h.T, h)
                 sums.index_add_(0, y, h)
             gram = gram.float()
-        return cls(tuple(classes), counts.double(), means, tuple(factors), remainder.float(), errors, gram, sums)
+        return _stack(classes, parts, gram, sums)
 
     @cached_property
     def within(self) -> tuple[Tensor, float]:
@@ -149,24 +131,11 @@ class ClassStatistics:
             return torch.eye(d, dtype=torch.float64) / d, 0.0
         return total / freedom, freedom
 
-    def scatter(self, k: int) -> Tensor:
-        """Σ(x-μ)(x-μ)ᵀ of class `k`, (d, d), float64, without the part that the rank leaves out."""
-        factor = self.factors[k].double()
-        return factor.T @ factor + torch.diag(self.remainder[k].double())
-
     def tensors(self) -> dict[str, Tensor]:
         """The statistics as one flat dictionary of tensors, as their file holds them."""
-        tensors = {
-            "counts": self.counts,
-            "means": self.means,
-            "factor_rows": torch.tensor([len(factor) for factor in self.factors]),
-            "factors": torch.cat(self.factors),
-            "remainder": self.remainder,
-            "errors": self.errors,
-        }
-        if self.gram is not None and self.random_sums is not None:
-            tensors |= {"gram": self.gram, "random_sums": self.random_sums}
-        return tensors
+        rows = torch.tensor([len(factor) for factor in self.factors])
+        values = vars(self) | {"factors": torch.cat(self.factors), "factor_rows": rows}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     @property
     def nbytes(self) -> int:
@@ -176,47 +145,36 @@ class ClassStatistics:
 
 def pool(parts: Mapping[str, ClassStatistics]) -> ClassStatistics:
     """
-    Adds the statistics of several experts. A class that several experts have becomes one class of all their images.
-    Sums run over the experts sorted by name, so the order of `parts` changes no bit of the result.
-
-    Args:
-        parts (`Mapping[str, ClassStatistics]`): Expert → its statistics.
-
-    Returns:
-        [`ClassStatistics`]: Of all classes, sorted by name. It has random features if all parts have equally many.
+    Adds the statistics of several experts, given by name. A class that several experts have becomes one class of all
+    their images. Classes and experts are taken in the order of their names, so the order of `parts` changes no bit of
+    the result. It has random features if all parts have equally many.
     """
+    ordered = [parts[name] for name in sorted(parts)]
     found: dict[str, list[tuple[ClassStatistics, int]]] = {}
-    for _, part in sorted(parts.items()):
+    for part in ordered:
         for k, name in enumerate(part.classes):
             found.setdefault(name, []).append((part, k))
-    classes = tuple(sorted(found))
-    merged = [_merge(found[name]) for name in classes]
-    counts, means, factors, remainder, errors = zip(*merged, strict=True)
+    classes = sorted(found)
     gram = sums = None
-    widths = {0 if part.gram is None else len(part.gram) for part in parts.values()}
-    if len(widths) == 1 and widths != {0}:
-        width = widths.pop()
-        gram = torch.zeros(width, width, dtype=torch.float64)
-        sums = torch.zeros(len(classes), width, dtype=torch.float64)
-        where = {name: i for i, name in enumerate(classes)}
-        for _, part in sorted(parts.items()):
-            gram += torch.as_tensor(part.gram)
-            own = torch.tensor([where[name] for name in part.classes])
-            sums.index_add_(0, own, torch.as_tensor(part.random_sums))
+    grams = [part.gram for part in ordered if part.gram is not None]
+    if len(grams) == len(ordered) and len({len(gram) for gram in grams}) == 1:
+        gram = sum(grams[1:], grams[0].double())
+        sums = torch.stack([sum(part.random_sums[k] for part, k in found[name]) for name in classes])  # type: ignore
+    return _stack(classes, [_merge(found[name]) for name in classes], gram, sums)
+
+
+def _stack(
+    classes: Sequence[str], parts: Sequence[_OneClass], gram: Tensor | None, sums: Tensor | None
+) -> ClassStatistics:
+    counts, means, factors, *rest = zip(*parts, strict=True)
+    remainder, errors = map(torch.stack, rest)
     return ClassStatistics(
-        classes,
-        torch.stack(counts),
-        torch.stack(means),
-        factors,
-        torch.stack(remainder),
-        torch.stack(errors),
-        gram,
-        sums,
+        tuple(classes), torch.stack(counts), torch.stack(means), factors, remainder, errors, gram, sums
     )
 
 
-def _merge(parts: list[tuple[ClassStatistics, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Count, mean, factor, remainder and error of one class, from all parts that have it."""
+def _merge(parts: list[tuple[ClassStatistics, int]]) -> _OneClass:
+    """Adds the parts that have a class."""
     part, k = parts[0]
     n, mean, remainder, error = part.counts[k], part.means[k], part.remainder[k], part.errors[k]
     rows = [part.factors[k]]
@@ -229,9 +187,11 @@ def _merge(parts: list[tuple[ClassStatistics, int]]) -> tuple[Tensor, Tensor, Te
     return n, mean, rows[0] if len(rows) == 1 else torch.cat(rows), remainder, error
 
 
-def _factorize(centred: Tensor, rank: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Centred features, (n, d) → factor (r, d) of their scatter, the diagonal that it leaves out, and the error."""
-    n, d = centred.shape
+def _summarize(x: Tensor, rank: int | None) -> _OneClass:
+    """Summarizes the features of one class, (n, d) in float64."""
+    n, d = x.shape
+    mean = x.mean(dim=0)
+    centred, count = x - mean, torch.tensor(n, dtype=torch.float64)
     full = min(n - 1, d)
     kept = full if rank is None else min(full, rank)
     if n <= d:
@@ -241,17 +201,13 @@ def _factorize(centred: Tensor, rank: int | None) -> tuple[Tensor, Tensor, Tenso
         values, vectors = eigenvalues.clamp(min=0).sqrt().flip(0), columns.T.flip(0)
     factor = (values[:kept, None] * vectors[:kept]).float()
     if kept == full:
-        return factor, torch.zeros(d, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        return count, mean, factor, centred.new_zeros(d).float(), torch.zeros((), dtype=torch.float64)
     left = values[kept:, None] * vectors[kept:]  # (rest, d)
     diagonal = left.square().sum(dim=0)
     off = (left.T @ left) - torch.diag(diagonal)
-    return factor, diagonal, off.norm() / values.square().norm().clamp(min=1e-300)
+    return count, mean, factor, diagonal.float(), off.norm() / values.square().norm().clamp(min=1e-300)
 
 
 def random_directions(d: int, width: int) -> Tensor:
     """Directions of the random ReLU features, (d, M), equal on every machine (RanPAC, arXiv 2307.02251)."""
     return torch.from_numpy(np.random.RandomState(RANDOM_SEED).standard_normal((d, width)))
-
-
-def _describe(value: Any) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,5 +1,4 @@
-"""Routers that are closed-form classifiers of the frozen features: they predict the class themselves, and name the
-expert that has it."""
+"""Routers that are closed-form classifiers of the frozen features: they predict the class and name its expert."""
 
 from __future__ import annotations
 
@@ -9,46 +8,32 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .discriminants import (
-    Discriminant,
-    LinearDiscriminant,
-    RegularizedDiscriminant,
-    RidgeClassifier,
-    make_discriminant,
-)
+from ..utils import list_names
+from .discriminants import Discriminant, LinearDiscriminant, RegularizedDiscriminant, RidgeClassifier
 from .router import MEMORY_BUDGET, Experts, Router, RouterOptions, RoutingOutput, option
 from .statistics import pool
 
 
 class StatisticsRouter(Router):
-    """The pooled statistics of all experts make one classifier, which answers."""
+    """One classifier, made of the statistics of all experts, answers."""
 
     needs_statistics = True
     discriminant: ClassVar[type[Discriminant]]
 
     def prepare(self, experts: Experts) -> StatisticsClassifier:
-        """
-        Makes the classifier.
-
-        Raises:
-            ValueError: an expert has no statistics, or the experts standardize [CLS] differently.
-            InvalidExpertError: no classifier can be made of the statistics.
-        """
-        missing = [name for name in experts.names if name not in experts.statistics]
-        if missing:
+        """Makes the classifier."""
+        if missing := [name for name in experts.names if name not in experts.statistics]:
             raise ValueError(
-                f"the router {self.name!r} needs the statistics of every expert, but "
-                f"{', '.join(map(repr, missing[:5]))}{' and others have' if len(missing) > 5 else ' has'} none. Load "
-                "them from the owner (save_expert(..., statistics=True) writes them), compute them from images with "
-                "collect_statistics, or use set_router('entropy')."
+                f"the router {self.name!r} needs the statistics of every expert, but {list_names(missing, 5)} "
+                f"{'has' if len(missing) == 1 else 'have'} none. Get them from the owner, compute them from images "
+                "with collect_statistics, or use set_router('entropy')."
             )
         first = min(experts.names)
         for name in experts.names:
             if not _same_reference(experts.reference(first), experts.reference(name)):
                 raise ValueError(
                     f"experts {first!r} and {name!r} standardize [CLS] by different references, so their statistics "
-                    "cannot be pooled. Train both with the same LucaConfig(reference=...), or use "
-                    "set_router('entropy')."
+                    "cannot be pooled. Train both with the same reference, or use set_router('entropy')."
                 )
         options = {name: value for name, value in vars(self.options).items() if name != "unknown_below"}
         return StatisticsClassifier(experts, self.discriminant, **options)
@@ -64,54 +49,42 @@ class StatisticsRouter(Router):
         return max(1, MEMORY_BUDGET // (experts.label_space.rows + len(experts.names)))
 
 
-@dataclass(frozen=True)
-class LinearOptions(RouterOptions):
-    """Options of [`LdaRouter`]; see [`LinearDiscriminant`]."""
-
-    shrinkage: float | None = option(None, 0, 1)
-    temperature: float | None = option(None, 1e-6, 1e6)
-
-
 class LdaRouter(StatisticsRouter):
     """Linear discriminant analysis: class means and one pooled covariance."""
 
     name: ClassVar[str | None] = "lda"
-    Options = LinearOptions
     discriminant = LinearDiscriminant
 
-
-@dataclass(frozen=True)
-class GaussianOptions(RouterOptions):
-    """Options of [`GaussianRouter`]; see [`RegularizedDiscriminant`]."""
-
-    shrinkage: float | None = option(None, 0, 1)
-    sphere: float | None = option(None, 0, 1)
-    volume: float = option(0.0, 0, 1e3)
-    temperature: float | None = option(None, 1e-6, 1e6)
+    @dataclass(frozen=True)
+    class Options(RouterOptions):
+        shrinkage: float | None = option(None, 0, 1)
+        temperature: float | None = option(None, 1e-6, 1e6)
 
 
 class GaussianRouter(StatisticsRouter):
     """Regularized discriminant analysis: a covariance for each class, shrunk toward the pooled one."""
 
     name: ClassVar[str | None] = "gaussian"
-    Options = GaussianOptions
     discriminant = RegularizedDiscriminant
 
-
-@dataclass(frozen=True)
-class RidgeOptions(RouterOptions):
-    """Options of [`RidgeRouter`]; see [`RidgeClassifier`]."""
-
-    strength: float | None = option(None, 1e-12, 1e12)
-    temperature: float | None = option(None, 1e-6, 1e6)
+    @dataclass(frozen=True)
+    class Options(RouterOptions):
+        shrinkage: float | None = option(None, 0, 1)
+        sphere: float | None = option(None, 0, 1)
+        volume: float = option(0.0, 0, 1e3)
+        temperature: float | None = option(None, 1e-6, 1e6)
 
 
 class RidgeRouter(StatisticsRouter):
     """Ridge regression on random ReLU features (RanPAC, https://arxiv.org/abs/2307.02251)."""
 
     name: ClassVar[str | None] = "ridge"
-    Options = RidgeOptions
     discriminant = RidgeClassifier
+
+    @dataclass(frozen=True)
+    class Options(RouterOptions):
+        strength: float | None = option(None, 1e-12, 1e12)
+        temperature: float | None = option(None, 1e-6, 1e6)
 
 
 class StatisticsClassifier:
@@ -120,19 +93,13 @@ class StatisticsClassifier:
 
     An expert and one of its classes make a part. Where experts share a class, the posterior is that of all its images,
     and each expert's share of it follows from the distance to the expert's own mean under the pooled covariance.
-
-    Args:
-        experts ([`Experts`]): The experts, all with statistics.
-        discriminant (`type`): A [`Discriminant`].
-        options: Its arguments.
     """
 
     def __init__(self, experts: Experts, discriminant: type[Discriminant], **options: Any) -> None:
         # Classes and experts are taken in the order of their names, so that no order of loading changes a bit.
         space, names, device = experts.label_space, sorted(experts.names), experts.by_name.device
         pooled = pool({name: experts.statistics[name] for name in names})
-        self.discriminant = make_discriminant(discriminant, pooled, **options)
-        self.discriminant.move(device)
+        self.discriminant = discriminant.make(pooled, **options).to(device)
         where = {name: i for i, name in enumerate(pooled.classes)}
         self.columns = torch.tensor([where[name] for name in space.classes], device=device)
         self.part_class = torch.cat([space.own[name] for name in names])  # (parts,), global ids
@@ -141,8 +108,7 @@ class StatisticsClassifier:
         self.nearness: Discriminant | None = None
         if len(self.part_class) > len(space.classes):
             means = torch.cat([experts.statistics[name].means for name in names])
-            self.nearness = make_discriminant(LinearDiscriminant, pooled, means=means)
-            self.nearness.move(device)
+            self.nearness = LinearDiscriminant.make(pooled, means=means).to(device)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """

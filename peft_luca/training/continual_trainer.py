@@ -99,8 +99,7 @@ class ContinualTrainer(PublishingTrainer):
             FloatingPointError: a loss or a weight is not a finite number.
         """
         if isinstance(resume_from_checkpoint, str):
-            checkpoint = f"the checkpoint {resume_from_checkpoint!r}"
-            raise ValueError(f"a stream is resumed from args.output_dir, task by task, not from {checkpoint}.")
+            raise ValueError(f"a stream is resumed from args.output_dir, not from {resume_from_checkpoint!r}.")
         with self.folder.lock():
             self._resume(refuse=resume_from_checkpoint is False)
             learned = self._learned

@@ -42,13 +42,8 @@ BACKBONE_TOLERANCE = 0.05
 
 def draw_reference_pictures(count: int, size: int, seed: int = REFERENCE_SEED) -> np.ndarray:
     """
-    Draw the reference pictures: one to eight ellipses and boxes of random colours on a plain ground. They are the same
-    on every machine.
-
-    Args:
-        count (`int`): Number of pictures; a smaller set is the beginning of a larger one.
-        size (`int`): Side in pixels.
-        seed (`int`, *optional*, defaults to `0`): Seed.
+    Draws the reference pictures: one to eight ellipses and boxes of random colours on a plain ground, the same on
+    every machine. A smaller set is the beginning of a larger one.
 
     Returns:
         `numpy.ndarray` of shape `(count, size, size, 3)`: uint8, RGB.
@@ -161,13 +156,8 @@ class BackboneFacts:
     @torch.no_grad()
     def reference(self, read: Callable[[Tensor], Tensor]) -> Reference:
         """
-        Mean and deviation of [CLS] over the reference pictures, in float32. Computed once.
-
-        Args:
-            read (function): pixel values `(batch, channels, size, size)`, in [-1, 1], → [CLS] `(batch, d)`.
-
-        Raises:
-            ValueError: the weights are on the meta device, or the config does not say what images the backbone takes.
+        Mean and deviation of [CLS] over the reference pictures, in float32, computed once. `read` maps pixel values
+        `(batch, channels, size, size)`, in [-1, 1], to [CLS] `(batch, d)`.
         """
         if self._reference is not None:
             return self._reference

@@ -23,6 +23,10 @@ READ_WITH = "peft_luca: pip install peft-luca, then `import peft_luca` before lo
 OWN_RECIPE: dict[str, Any] = {"scale": 20.0, "positive_scale": True, "init_rows": "class_means", "reference": True}
 
 
+def _field(default: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
 @dataclass
 class LucaConfig(PeftConfig):
     """
@@ -35,10 +39,8 @@ class LucaConfig(PeftConfig):
             Defaults to the names in the base model's `config.id2label`.
         reduction (`int`, *optional*, defaults to `16`):
             Both branches are `d // reduction` wide, where d is the width of [CLS] (768 → 48).
-        adapter_width (`int`, *optional*):
-            Width of the adapter's bottleneck, in place of `d // reduction`.
-        calibrator_width (`int`, *optional*):
-            Width of the calibrator's bottleneck, in place of `d // reduction`.
+        adapter_width, calibrator_width (`int`, *optional*):
+            Widths of the branches' bottlenecks, in place of `d // reduction`.
         arrangement (`str`, *optional*, defaults to `"adapter_calibrator"`):
             `"adapter_calibrator"` is the method: learn, then calibrate. `"calibrator_adapter"`, `"parallel"`
             (z ⊙ gate(z) + LN(mlp(z))), `"adapter"` and `"calibrator"` are the paper's ablations.
@@ -71,29 +73,21 @@ class LucaConfig(PeftConfig):
         ValueError: a field has a value that is not among those above, or `task_type` is set.
     """
 
-    classes: list[str] | None = field(default=None, metadata={"help": "Names of the expert's classes."})
-    reduction: int = field(default=16, metadata={"help": "Both branches are d // reduction wide."})
-    adapter_width: int | None = field(default=None, metadata={"help": "Width of the adapter's bottleneck."})
-    calibrator_width: int | None = field(default=None, metadata={"help": "Width of the calibrator's bottleneck."})
-    arrangement: str = field(
-        default="adapter_calibrator", metadata={"help": "Order of the two branches.", "choices": ARRANGEMENTS}
-    )
-    norm_position: str = field(
-        default="after_residual", metadata={"help": "Position of the adapter's LayerNorm.", "choices": NORM_POSITIONS}
-    )
-    scale: float | None = field(default=None, metadata={"help": "Initial value of the learned scale."})
-    positive_scale: bool | None = field(
-        default=None, metadata={"help": "Keep the scale positive.", "choices": (True, False)}
-    )
-    init_rows: str | None = field(default=None, metadata={"help": "Initial class rows.", "choices": ROW_INITS})
-    reference: bool | None = field(
-        default=None, metadata={"help": "Standardize [CLS] by the reference pictures.", "choices": (True, False)}
-    )
-    pooled: str = field(default="cls", metadata={"help": "Accepted input of the head.", "choices": POOLED})
-    target_modules: list[str] | str | None = field(default=None, metadata={"help": "Name of the model's head."})
-    fingerprint: str | None = field(default=None, metadata={"help": "Digest of the backbone. Filled in."})
-    allow_mismatch: bool = field(default=False, metadata={"help": "Load on another backbone too. Not saved."})
-    read_with: str = field(default=READ_WITH, metadata={"help": "What loads this file. Filled in."})
+    classes: list[str] | None = _field(None, "Names of the expert's classes.")  # noqa: RUF009
+    reduction: int = _field(16, "Both branches are d // reduction wide.")
+    adapter_width: int | None = _field(None, "Width of the adapter's bottleneck.")
+    calibrator_width: int | None = _field(None, "Width of the calibrator's bottleneck.")
+    arrangement: str = _field("adapter_calibrator", "Order of the two branches.", ARRANGEMENTS)
+    norm_position: str = _field("after_residual", "Position of the adapter's LayerNorm.", NORM_POSITIONS)
+    scale: float | None = _field(None, "Initial value of the learned scale.")
+    positive_scale: bool | None = _field(None, "Keep the scale positive.", (True, False))
+    init_rows: str | None = _field(None, "Initial class rows.", ROW_INITS)
+    reference: bool | None = _field(None, "Standardize [CLS] by the reference pictures.", (True, False))
+    pooled: str = _field("cls", "Accepted input of the head.", POOLED)
+    target_modules: list[str] | str | None = _field(None, "Name of the model's head.")  # noqa: RUF009
+    fingerprint: str | None = _field(None, "Digest of the backbone. Filled in.")
+    allow_mismatch: bool = _field(False, "Load on another backbone too. Not saved.")
+    read_with: str = _field(READ_WITH, "What loads this file. Filled in.")
     # Not a field: files of peft_luca 0.1 have the key, and PEFT passes each key of a file to the constructor.
     head: InitVar[str | None] = None
 
@@ -142,15 +136,7 @@ class LucaConfig(PeftConfig):
         return replace(self, fingerprint=None, inference_mode=False, **filled)
 
     def widths(self, width: int) -> tuple[int, int]:
-        """
-        Widths of the adapter's and of the calibrator's bottleneck.
-
-        Args:
-            width (`int`): d, the width of [CLS].
-
-        Raises:
-            ValueError: the reduction is larger than d.
-        """
+        """Widths of the adapter's and of the calibrator's bottleneck, for a [CLS] of `width` numbers."""
         reduced = width // self.reduction
         widths = (self.adapter_width or reduced, self.calibrator_width or reduced)
         if min(widths) < 1:

@@ -32,14 +32,8 @@ class Head(NamedTuple):
 
 def find_head(model: Any, config: LucaConfig) -> Head:
     """
-    Find the one head that the LuCA layer replaces.
-
-    Args:
-        model (`nn.Module`): An image classifier, with or without a LuCA layer, not wrapped in a `PeftModel`.
-        config ([`LucaConfig`]): Its `target_modules` and `pooled` are read.
-
-    Raises:
-        ValueError: there is not exactly one head, or it does not read [CLS] and `pooled` is not `"any"`.
+    Finds the one head that the LuCA layer replaces, in a model that is not wrapped in a `PeftModel`, by the
+    `target_modules` and `pooled` of the config. Raises a `ValueError` if there is not exactly one that fits.
     """
     kind = type(model).__name__
     if kind.endswith("WithTeacher"):
@@ -110,13 +104,8 @@ def _reads_cls(model: Any, model_type: str | None) -> bool:
 
 def check_expert_name(name: str, model: nn.Module, head_name: str = "") -> None:
     """
-    Refuse an expert's name that no module or folder can have, or with which PEFT loses tensors when it saves.
-
-    PEFT tells experts apart by the parts of a tensor's name, so that no part may be an expert's name as well. The
-    names of the backbone's modules are refused too, except for bare numbers, since tasks are often numbered.
-
-    Raises:
-        ValueError: with the rule.
+    Refuses an expert's name that no module or folder can have, or with which PEFT loses tensors when it saves: PEFT
+    tells experts apart by the parts of a tensor's name, so no part may be an expert's name. Bare numbers are allowed.
     """
     inside = tuple(f"{key}." for key, module in model.named_modules() if isinstance(module, BaseTunerLayer))
     parts = {part for key, _ in model.named_modules() if not key.startswith(inside) for part in key.split(".")}

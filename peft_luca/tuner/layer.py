@@ -275,18 +275,14 @@ class LucaLayer(ExpertStore):
         self, adapter_name: str, features: Tensor, labels: Tensor, adapted: bool = True
     ) -> None:
         """
-        Replaces an expert's rows by class means.
+        Replaces an expert's rows by class means, of the adapted features or, to start the training from, of the
+        standardized [CLS].
 
         Args:
             adapter_name (`str`): The expert.
             features (`torch.Tensor` of shape `(images, d)`): [CLS] vectors.
             labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
-            adapted (`bool`, *optional*, defaults to `True`):
-                Means of the adapted features, for after the training, or of the standardized [CLS], to start the
-                training from.
-
-        Raises:
-            ValueError: a class has no image.
+            adapted (`bool`, *optional*, defaults to `True`): Which of the two.
         """
         rows = self.luca_class_rows[adapter_name]
         counts = torch.bincount(labels, minlength=len(rows))

@@ -93,17 +93,11 @@ class LucaModel(PeftHooks):
         statistics: ClassStatistics | None = None,
     ) -> None:
         """
-        Adds a trained expert, frozen, without changing which expert or router is active.
-
-        Args:
-            name (`str`): Its name.
-            config ([`LucaConfig`]): Its config.
-            tensors (`dict[str, torch.Tensor]`): Its tensors, named as in its file but without the head's name.
-            statistics ([`ClassStatistics`], *optional*): Statistics of its training features.
+        Adds a trained expert, frozen, without changing which expert or router is active. The caller has checked that
+        it fits. `tensors` are named as in its file, without the name of the head.
         """
-        head = check_new_expert(self.model, config, name, self._base_labels)
-        config.target_modules = [head.name]
-        self.layer.add_expert(name, config, tensors)
+        config.target_modules = list(self.targeted_module_names)
+        self.layer.add_expert(name, config.resolve(), tensors)
         self.peft_config[name] = config
         if statistics is not None:
             self.layer.set_statistics(name, statistics)
@@ -344,12 +338,7 @@ class LucaModel(PeftHooks):
         self.layer.set_rows_to_class_means(name, features, labels, adapted)
 
     def l1_penalty(self, name: str | None = None) -> Tensor:
-        """
-        Σ|θ| over an expert's LuCA parameters, a scalar with gradient, for a training loop (the paper's λ is 5e-4).
-
-        Args:
-            name (`str`, *optional*): The expert; the active one by default.
-        """
+        """Σ|θ| over the LuCA parameters of an expert, by default the active one: a scalar with gradient."""
         return self.layer.l1_penalty(name or self.active_adapters[0])
 
 

@@ -16,6 +16,12 @@ def part(x, y, names, **options):
     return ClassStatistics.collect(x[keep], own, names, **options)
 
 
+def scatter(statistics, k):
+    """Σ(x-μ)(x-μ)ᵀ of class `k`, (d, d), without the part that the rank leaves out."""
+    factor = statistics.factors[k].double()
+    return factor.T @ factor + torch.diag(statistics.remainder[k].double())
+
+
 def same(one, other):
     """Whether two statistics are the same in every bit."""
     first, second = one.tensors(), other.tensors()
@@ -44,10 +50,10 @@ def test_collected_statistics_are_the_sums_written_out():
         centred = own - own.mean(0)
         assert statistics.counts[k] == len(own)
         torch.testing.assert_close(statistics.means[k], own.mean(0))
-        torch.testing.assert_close(statistics.scatter(k), centred.T @ centred, rtol=0, atol=1e-6)
+        torch.testing.assert_close(scatter(statistics, k), centred.T @ centred, rtol=0, atol=1e-6)
     assert not statistics.errors.any()
-    scatter = sum(statistics.scatter(k) for k in range(5))
-    torch.testing.assert_close(statistics.within[0], scatter / (len(y) - 5), rtol=0, atol=1e-6)
+    total = sum(scatter(statistics, k) for k in range(5))
+    torch.testing.assert_close(statistics.within[0], total / (len(y) - 5), rtol=0, atol=1e-6)
     assert statistics.within[1] == len(y) - 5
 
 
@@ -86,8 +92,8 @@ def test_any_composition_gives_what_one_pass_gives(seed):
     torch.testing.assert_close(pooled.counts, whole.counts)
     torch.testing.assert_close(pooled.means, whole.means, rtol=0, atol=1e-12)
     for k in range(5):
-        error = (pooled.scatter(k) - whole.scatter(k)).norm() / whole.scatter(k).norm()
-        assert error < 1e-6
+        exact = scatter(whole, k)
+        assert (scatter(pooled, k) - exact).norm() / exact.norm() < 1e-6
     assert (pooled.gram.dtype, pooled.random_sums.dtype) == (torch.float64, torch.float64)
     assert (pooled.gram - whole.gram).norm() / whole.gram.norm() < 1e-6
     torch.testing.assert_close(pooled.random_sums, whole.random_sums)
@@ -117,7 +123,7 @@ def test_the_error_of_a_low_rank_is_stated(rank):
     x, y = images()
     full, low = (ClassStatistics.collect(x, y, NAMES, rank=r) for r in (None, rank))
     for k in range(5):
-        exact, kept = full.scatter(k), low.scatter(k)
+        exact, kept = scatter(full, k), scatter(low, k)
         assert len(low.factors[k]) <= rank
         torch.testing.assert_close(kept.diagonal(), exact.diagonal(), rtol=1e-5, atol=1e-7)
         error = (kept - exact).norm() / exact.norm() if exact.any() else torch.tensor(0.0)
@@ -160,17 +166,11 @@ def test_bytes_and_the_short_form():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"features": [[1.0]]}, "features must be a float tensor of shape .*, got a list"),
-        ({"features": torch.zeros(6)}, r"features must be a float tensor .*, got torch.float32 of shape \(6,\)"),
         ({"features": torch.full((6, 4), torch.inf)}, "statistics need finite features"),
-        ({"labels": torch.zeros(6)}, "labels must be a tensor of 6 positions"),
-        ({"labels": torch.tensor([0, 0, 0, 1, 1, -1])}, "labels must be a tensor of 6 positions"),
-        ({"labels": [0, 0, 0, 1, 1, 1]}, "labels must be a tensor of 6 positions"),
         ({"labels": torch.tensor([0, 0, 0, 0, 0, 0])}, r"an image of every class, .* per label are \[6, 0\]"),
         ({"labels": torch.tensor([0, 0, 0, 1, 1, 2])}, r"per label are \[3, 2, 1\] for the 2 classes"),
         ({"classes": ["a", "a"]}, "each class may be named once"),
-        ({"rank": 1.5}, "rank must be a whole number"),
-        ({"random_features": -5}, "random_features must be a whole number"),
+        ({"rank": -1}, "rank must be a whole number of at least 0, or None, got -1"),
     ],
 )
 def test_collect_says_what_it_needs(changed, message):
