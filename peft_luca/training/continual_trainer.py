@@ -88,12 +88,7 @@ class ContinualTrainer(PublishingTrainer):
 
     # ---- the stream ----------------------------------------------------------------------------------------------
 
-    def train(
-        self,
-        resume_from_checkpoint: bool | str | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
+    def train(self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """
         Learns every task of the stream that has not been learned. Tasks that an earlier run finished in
         `args.output_dir` are loaded, so a run that was interrupted is resumed by starting it again, unless
@@ -104,8 +99,7 @@ class ContinualTrainer(PublishingTrainer):
             FloatingPointError: a loss or a weight is not a finite number.
         """
         if isinstance(resume_from_checkpoint, str):
-            checkpoint = f"the checkpoint {resume_from_checkpoint!r}"
-            raise ValueError(f"a stream is resumed from args.output_dir, task by task, not from {checkpoint}.")
+            raise ValueError(f"a stream is resumed from args.output_dir, not from {resume_from_checkpoint!r}.")
         with self.folder.lock():
             self._resume(refuse=resume_from_checkpoint is False)
             learned = self._learned

@@ -18,8 +18,8 @@ from .figures import Accuracy
 
 class PublishingTrainer(Trainer):
     """
-    A `Trainer` whose `push_to_hub` and `create_model_card` publish experts, with the experts' card and no pickled
-    files. A subclass defines `_push`, and the one `expert` that it publishes, or the `_results` of its run.
+    A `Trainer` that measures accuracy, shows the expert's progress, and whose `push_to_hub` and `create_model_card`
+    publish experts. A subclass defines `_push`, and the one `expert` that it publishes, or the `_results` of its run.
     """
 
     # What Trainer declares for every kind of model and data, and what this one has.

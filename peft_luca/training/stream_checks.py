@@ -43,8 +43,6 @@ def check_arguments(model: Any, args: Any, stream: Any, processing_class: Any, k
     ):
         if not is_right:
             raise ValueError(f"{name} must be {needed}, got {type(value).__name__}.")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("the model's weights are on the meta device. Load them outside of torch.device('meta').")
     if args.plots:
         visualization.check_installed()  # now, not when all has been learned
 

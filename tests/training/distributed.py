@@ -6,6 +6,7 @@ One run of a small stream, in as many processes as the launcher starts: what [`t
 
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,22 +17,31 @@ from peft_luca.data.feature_file import PartialFeatures
 from peft_luca.hub import saving
 
 
+@contextmanager
+def watched(written):
+    """Notes the name of every manifest and feature file that is written."""
+    write, finish = saving.write_json, PartialFeatures.finish
+    saving.write_json = lambda path, content: (written.append(path.name), write(path, content))
+    PartialFeatures.finish = lambda partial: (written.append(partial.path.name), finish(partial))
+    try:
+        yield
+    finally:
+        saving.write_json, PartialFeatures.finish = write, finish
+
+
 def main(folder, batch_size, dtype, *settings):
-    written = []
-    real_write, real_finish = saving.write_json, PartialFeatures.finish
-    saving.write_json = lambda path, content: (written.append(path.name), real_write(path, content))
-    PartialFeatures.finish = lambda partial: (written.append(partial.path.name), real_finish(partial))
-    model = make_vit().to(getattr(torch, dtype))
+    model, written = make_vit().to(getattr(torch, dtype)), []
     count = ForwardCount(model)
     given = {name: json.loads(value) for name, value in (setting.split("=") for setting in settings)}
-    uneven = given.pop("uneven", False)
     # 17 and 9 images: the last batches are short, and of one image.
-    streams = {True: lambda: TaskStream.from_tasks([make_splits(NAMES[:1], 17, 3), make_splits(NAMES[1:4], 3, 2)])}
+    uneven = [make_splits(NAMES[:1], 17, 3), make_splits(NAMES[1:4], 3, 2)] if given.pop("uneven", False) else None
     trainer = make_trainer(
-        folder, streams.get(uneven, make_stream)(), model, per_device_train_batch_size=int(batch_size),
-        per_device_eval_batch_size=4, features_cache_dir=str(folder / "features"), **given,
+        folder, TaskStream.from_tasks(uneven) if uneven else make_stream(), model,
+        per_device_train_batch_size=int(batch_size), per_device_eval_batch_size=4,
+        features_cache_dir=str(folder / "features"), **given,
     )  # fmt: skip
-    trainer.train()
+    with watched(written):
+        trainer.train()
     metrics = trainer.evaluate()
     images = count.images
     pixels = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0)).to(model.dtype)

@@ -2,6 +2,9 @@
 
 import math
 import re
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -303,14 +306,6 @@ def test_a_template_is_taken_off_and_gives_the_same_experts(learned, out, cache)
     assert_same_experts(experts_of(wrapped), experts_of(learned))
 
 
-@pytest.mark.parametrize("labels", [0, 1])
-def test_a_base_of_any_number_of_labels(learned, out, cache, labels):
-    trainer = make_trainer(out, model=make_vit(num_labels=labels), **cache)
-    trainer.train_task(trainer.stream[0])
-    assert_same(expert_tensors(trainer.model, "task_0"), expert_tensors(learned.model, "task_0"))
-    assert trainer.tuner.unload().config.num_labels == labels
-
-
 def test_dropout_of_the_backbone_moves_nothing(out):
     """Dropout of a half in every layer: were it at work, no two passes would agree."""
     dropout = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
@@ -539,6 +534,43 @@ def test_a_push_takes_what_trainers_takes(learned, monkeypatch):
         "private": True, "base_model": "google/vit", "datasets": "digits", "license": None,
         "card_data": {"language": "en", "tags": ["vision"], "model_name": "x"},
     }  # fmt: skip
+
+
+def test_a_push_that_fails_in_the_background_is_repeated_after_the_next_task(out, cache, monkeypatch):
+    pushed = []
+
+    def push(model, repo, blocking, commit_message, **given):
+        pushed.append((commit_message, blocking, list(model.experts)))
+        done = Future()
+        if len(pushed) == 1:
+            raise ConnectionError("no network")
+        done.set_exception(ConnectionError("cut off")) if len(pushed) == 2 else done.set_result("commit")
+        return done
+
+    monkeypatch.setattr(continual_trainer, "push_experts", push)
+    monkeypatch.setattr(ContinualTrainer, "init_hf_repo", lambda self, **given: setattr(self, "hub_model_id", "me/x"))
+    monkeypatch.setattr(continual_trainer.logger, "warning", lambda line: warned.append(line))
+    warned = []
+    make_trainer(out, push_to_hub=True, num_train_epochs=0, **cache).train()
+    names = ["task_0", "task_1", "task_2"]
+    learned = [(f"{name} learned", False, names[: i + 1]) for i, name in enumerate(names)]
+    assert pushed == [*learned, ("End of training", True, names)]
+    assert ["no network" in line for line in warned] == [True, False]
+    assert "cut off" in warned[1]
+
+
+def test_plots_are_drawn_into_the_folder_and_into_tensorboard(learned):
+    class Board(TrainerCallback):
+        drawn: ClassVar = []
+        tb_writer = SimpleNamespace(add_figure=lambda name, figure, step: Board.drawn.append((name, step)))
+
+    learned.add_callback(Board)
+    files = learned.save_plots()
+    learned.remove_callback(Board)
+    assert {file.parent for file in files} == {learned.folder.path / "plots"}
+    assert [f"plots/{file.stem}" for file in files] == [name for name, _ in Board.drawn]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    assert {step for _, step in Board.drawn} == {18}
 
 
 def test_a_card_takes_what_trainers_takes(learned):

@@ -5,24 +5,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import distributed
 import pytest
 import torch
 from helpers import files_in, read_json
 
 
+TESTS = Path(__file__).parents[1]
+
+
 def launch(folder, processes, batch_size, dtype="float32", *settings):
-    """One run in its own processes; what each of them saw, and its experts."""
+    """One run in so many processes, a single one in this; what each of them saw, and its experts."""
     folder.mkdir()
-    # `accelerate launch --cpu` starts one process whatever it is told, unless there is MPI: torchrun is under both.
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
-        str(Path(__file__).parent / "distributed.py"), str(folder), str(batch_size), dtype, *settings,
-    ]  # fmt: skip
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join([str(tests), str(tests.parent)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
+    arguments = [str(folder), str(batch_size), dtype, *settings]
+    if processes == 1:
+        distributed.main(folder, *arguments[1:])
+    else:
+        # `accelerate launch --cpu` starts one process whatever it is told, unless there is MPI.
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        command = [*torchrun, distributed.__file__, *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert result.returncode == 0, result.stderr[-4000:]
     said = [read_json(folder / f"{rank}.json") for rank in range(processes)]
     learned = [torch.load(folder / f"{rank}.pt") for rank in range(processes)]
     for other in learned[1:]:

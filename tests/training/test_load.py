@@ -60,15 +60,7 @@ def experts(count=6):
     return with_experts(None, **{f"e{i}": [f"{i}a", f"{i}b", "shared"] for i in range(count)})
 
 
-@pytest.mark.parametrize(
-    ("router", "options"),
-    [
-        ("entropy", {}),
-        ("energy", {"temperature": 2.0}),
-        ("gaussian", {}),
-        ("ridge", {}),
-    ],
-)
+@pytest.mark.parametrize(("router", "options"), [("energy", {"temperature": 2.0}), ("gaussian", {}), ("ridge", {})])
 def test_eight_threads_route_as_one_does(router, options):
     model = with_statistics(experts(), random_features=20)
     batches = [pictures(3, seed=i) for i in range(THREADS)]
@@ -95,32 +87,18 @@ def test_a_router_is_made_ready_once_for_all_threads(monkeypatch, tmp_path):
     assert len(made) == 1
 
 
-def test_threads_that_name_experts_and_threads_that_do_not(monkeypatch):
+def test_threads_that_name_experts_that_do_not_and_that_read_features():
     model = experts()
     model.set_router("entropy")
-    names = list(model.base_model.experts)
-    wanted = [[names[i % 6]] * 2 if i % 2 else None for i in range(THREADS)]
-    batches = [pictures(2, seed=i) for i in range(THREADS)]
+    names, batches = list(model.base_model.experts), [pictures(2, seed=i) for i in range(THREADS)]
 
     def ask(i):
-        return logits(model, batches[i], **({"adapter_names": wanted[i]} if wanted[i] else {}))
+        if i % 3 == 2:
+            return model.base_model.pooled_features(batches[i])
+        return logits(model, batches[i], **({"adapter_names": [names[i % 6]] * 2} if i % 3 else {}))
 
     alone = [ask(i) for i in range(THREADS)]
-    for _ in range(30):
-        assert all(torch.equal(a, b) for a, b in zip(alone, at_once(ask), strict=True))
-
-
-def test_threads_that_read_features_and_threads_that_ask():
-    model = experts()
-    model.set_router("entropy")
-    batches = [pictures(2, seed=i) for i in range(THREADS)]
-
-    def ask(i):
-        return model.base_model.pooled_features(batches[i]) if i % 2 else logits(model, batches[i])
-
-    alone = [ask(i) for i in range(THREADS)]
-    assert {len(a[0]) for a in alone} == {16, 13}
-    for _ in range(30):
+    for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(alone, at_once(ask), strict=True))
 
 
@@ -163,10 +141,9 @@ def test_ten_thousand_rounds_take_no_memory(record_property):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("router", ["entropy", "gaussian"])
-def test_a_hundred_thousand_calls_take_no_memory(router, record_property):
+def test_fifty_thousand_calls_take_no_memory(record_property):
     model = with_statistics(experts())
-    model.set_router(router)
+    model.set_router("gaussian")
     batches = [pictures(1, seed=i) for i in range(16)]
     first = [model.route(batch).logits for batch in batches]
 
@@ -178,8 +155,8 @@ def test_a_hundred_thousand_calls_take_no_memory(router, record_property):
     start = memory()
     calls(50_000)
     grown = memory() - start
-    record_property(f"route_calls_{router}", 50_000)
-    record_property(f"route_grown_bytes_{router}", grown)
+    record_property("route_calls_gaussian", 50_000)
+    record_property("route_grown_bytes_gaussian", grown)
     assert grown < 8 * 2**20
     assert all(torch.equal(model.route(b).logits, wanted) for b, wanted in zip(batches, first, strict=True))
 
