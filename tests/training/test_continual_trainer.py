@@ -105,16 +105,9 @@ def labels_unknown(out):
     make_trainer(out, TaskStream.from_dataset(DatasetDict(train=make_images(NAMES[:3]), test=make_images(FOUR))))
 
 
-def on_the_meta_device(out):
-    with torch.device("meta"):
-        model = make_vit()
-    make_trainer(out, model=model)
-
-
 BAD = [
     (no_cls, r"does not read \[CLS\]"),
     (labels_unknown, "outside the label space"),
-    (on_the_meta_device, "on the meta device. Load them outside of torch.device"),
     (lambda out: make_trainer(out, luca_config=LucaConfig(classes=["a", "b"])), "Leave classes out"),
     (lambda out: make_trainer(out, luca_config=LucaConfig(reduction=64)), "reduction is 64"),
     (lambda out: make_trainer(out, TaskStream.from_tasks({"classifier": make_images()})), "cannot be called 'classif"),
