@@ -73,8 +73,7 @@ def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: b
     state = {f"{path}.{key}": tensor for key, tensor in layer.tensors(name).items()}
     state_dict = None if "_fsdp_wrapped_module" in path else state
     target.parent.mkdir(parents=True, exist_ok=True)
-    hidden = f".{target.name}."
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=hidden, ignore_cleanup_errors=True) as staging:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".expert.", ignore_cleanup_errors=True) as staging:
         # Without save_embedding_layers=False PEFT asks the Hub for the backbone's config at every save.
         model.save_pretrained(staging, selected_adapters=[name], save_embedding_layers=False, state_dict=state_dict)
         written = Path(staging) if name == "default" else Path(staging, name)
@@ -103,19 +102,16 @@ def save_experts(
         statistics (`bool`, *optional*, defaults to `True`): Write their statistics too; see [`save_expert`].
 
     Raises:
-        ValueError: the router is a function, which no file can hold, or needs the statistics that are left out.
+        ValueError: the router is a function, or it needs the statistics that are left out.
     """
     tuner, folder = tuner_of(model), Path(directory)
     names = list(tuner.experts) if names is None else names
     _check_known(tuner, names)
     router = tuner.router
-    if router is not None and (router.name is None or (router.needs_statistics and not statistics)):
-        reason = (
-            "is a function, which no file can hold. Set it again after loading"
-            if router.name is None
-            else f"{router.name!r} needs the experts' statistics, which statistics=False leaves out"
-        )
-        raise ValueError(f"the router {reason}. Save with set_router('entropy') or set_router(None).")
+    if router is not None and router.name is None:
+        raise ValueError("the router is a function, which no file can hold. Save with set_router(None).")
+    if router is not None and router.needs_statistics and not statistics:
+        raise ValueError(f"the router {router.name!r} needs the experts' statistics. Save with set_router(None).")
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         save_expert(model, name, folder / name, statistics=statistics)
@@ -138,8 +134,7 @@ def save_statistics(statistics: ClassStatistics, folder: Source) -> None:
 
 
 def _check_known(tuner: LucaModel, names: Sequence[str]) -> None:
-    unknown = [name for name in names if name not in tuner.experts]
-    if unknown:
+    if unknown := [name for name in names if name not in tuner.experts]:
         raise ValueError(f"there is no expert {show(unknown[0])} to save. The model has {list_names(tuner.experts)}.")
 
 
@@ -169,8 +164,7 @@ def load_experts(
         revision (`str`, *optional*): Branch, tag or commit on the Hub, the same for all sources.
         token (`str` or `bool`, *optional*): Hub token.
         rename (`dict`, *optional*):
-            Other names for classes, `{expert: {class: name}}`, where two owners call different things the same, or the
-            same thing differently.
+            Other names for classes, `{expert: {class: name}}`, where two owners mean different things by a name.
         allow_mismatch (`bool`, *optional*, defaults to `False`): Load experts of another backbone too.
         statistics (`bool`, *optional*, defaults to `True`):
             Load their statistics too, which routers such as `"gaussian"` need.
@@ -197,8 +191,7 @@ def load_experts(
         folders += [(expert, folder / expert) for expert in manifest.names]
     if not folders:
         raise ValueError("there are no experts to load: the list is empty.")
-    manifest = manifest if len(named) == 1 else None
-    return _load(model, folders, manifest, rename or {}, allow_mismatch, statistics)
+    return _load(model, folders, manifest if len(named) == 1 else None, rename or {}, allow_mismatch, statistics)
 
 
 def load_expert(
@@ -216,13 +209,12 @@ def load_expert(
     Adds one expert to a backbone, or to a model that has experts already, as [`load_experts`] does.
 
     Args:
-        model (`nn.Module`): The backbone with a head, or a model with experts.
         source (`str` or `PathLike`): Folder or Hub id of an expert, or of a collection that has it.
         name (`str`, *optional*):
             What the expert is called in the model, by default the last part of its id. Of a collection: which of its
             experts; no other is downloaded, and the collection's router is not set.
         rename (`dict`, *optional*): Other names for classes, `{class: name}`.
-        revision, token, allow_mismatch, statistics: See [`load_experts`].
+        model, revision, token, allow_mismatch, statistics: See [`load_experts`].
     """
     places = ["", f"{name}/"] if name and NAME_RULE.fullmatch(name) else [""]
     folder = _local(source, revision, token, places, statistics)
@@ -285,18 +277,14 @@ def _load(
     tuner = tuner_of(model) if isinstance(model, PeftModel) else None
     names = [name for name, _ in folders]
     counts = Counter(name.lower() for name in [*(tuner.experts if tuner else ()), *names])  # as folders' names are
-    twice = [name for name in names if counts[name.lower()] > 1]
-    if twice:
-        remedy = "load_experts(model, {'name': source, ...})"
-        raise ValueError(f"more than one expert is called {twice[0]!r}. Give them other names: {remedy}.")
-    unknown = sorted(set(rename) - set(names))
-    if unknown:
+    if twice := [name for name in names if counts[name.lower()] > 1]:
+        raise ValueError(f"more than one expert is called {twice[0]!r}. Give names: {{'name': source, ...}}.")
+    if unknown := sorted(set(rename) - set(names)):
         raise ValueError(f"rename names the experts {unknown}, but those to load are {list_names(names)}.")
-    experts = {
-        name: _read_expert(model, name, folder, rename.get(name, {}), allow_mismatch, statistics)
-        for name, folder in folders
-    }
-    router = None if manifest is None else _make_router(manifest, tuner, experts)
+    experts: dict[str, _Expert] = {}
+    for name, folder in folders:
+        experts[name] = _read_expert(model, name, folder, rename.get(name, {}), allow_mismatch, statistics)
+    router = _make_router(manifest, tuner, experts) if manifest and manifest.router is not None else None
 
     # From here on nothing is refused.
     for name, expert in experts.items():
@@ -339,8 +327,7 @@ def _read_expert(
         raise InvalidExpertError(f"expert {name!r} {reason}. Set allow_mismatch=True to load it all the same.")
     check_backbone(base, head, config, name, tensors)
     classes = config.classes or []
-    unknown = sorted(set(rename) - set(classes))
-    if unknown:
+    if unknown := sorted(set(rename) - set(classes)):
         raise ValueError(f"rename names the classes {unknown}, but expert {name!r} has {list_names(classes)}.")
     config.classes = check_classes([rename.get(label, label) for label in classes])
     if not statistics or not (folder / STATISTICS_NAME).is_file():
@@ -354,10 +341,8 @@ def _read_expert(
     return _Expert(config, tensors, replace(found, classes=tuple(config.classes)))
 
 
-def _make_router(manifest: Manifest, tuner: LucaModel | None, experts: Mapping[str, _Expert]) -> Router | None:
-    """Makes a collection's router, and prepares it for the experts as they will be in the model to see that it can."""
-    if manifest.router is None:
-        return None
+def _make_router(manifest: Manifest, tuner: LucaModel | None, experts: Mapping[str, _Expert]) -> Router:
+    """Makes a collection's router, and checks that it can be prepared for the experts as they will be in the model."""
     classes: dict[str, Sequence[str]] = dict(tuner.experts) if tuner else {}
     statistics = dict(tuner.statistics) if tuner else {}
     references: dict[str, Any] = {name: tuner.layer.experts.reference(name) for name in tuner.experts} if tuner else {}
