@@ -102,7 +102,7 @@ def make_card(
 
 
 def class_tag(name: str) -> str:
-    """Makes the Hub tag of a class: `class:` and its name in small letters, with '-' for all but letters and digits."""
+    """The Hub tag of a class: `class:` and its name in small letters, with '-' for all but letters and digits."""
     plain = unicodedata.normalize("NFKC", name).casefold()
     return "class:" + ("".join(char if char.isalnum() else "-" for char in plain).strip("-") or "-")
 
