@@ -146,7 +146,7 @@ def read_statistics(folder: str | os.PathLike[str]) -> ClassStatistics:
     try:
         tensors, metadata = _read_tensors(path, _statistics_specs)
         _check_statistics(tensors)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = f"{error}" if isinstance(error, InvalidExpertError) else f"{path}: {error}"
         raise InvalidExpertError(f"{reason} Get the file again, or load without it: statistics=False.") from error
     factors = tuple(tensors.pop("factors").split(tensors.pop("factor_rows").tolist()))
@@ -154,10 +154,7 @@ def read_statistics(folder: str | os.PathLike[str]) -> ClassStatistics:
 
 
 def _statistics_classes(metadata: Mapping[str, str]) -> list[str]:
-    try:
-        about = json.loads(metadata.get("statistics", "null"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"its metadata is not JSON: {error}.") from error
+    about = json.loads(metadata.get("statistics", "null"))
     if not isinstance(about, dict) or about.get("format") != STATISTICS_FORMAT:
         raise ValueError(f"its metadata needs 'statistics' with the format {STATISTICS_FORMAT}, got {show(about)}.")
     return check_classes(about.get("classes"))

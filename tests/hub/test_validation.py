@@ -336,7 +336,8 @@ def test_numbers_of_statistics(statistics, name, change, message):
     ("about", "message"),
     [
         (None, "its metadata needs 'statistics' with the format 1, got None"),
-        ("not json", "its metadata is not JSON"),
+        ("not json", "statistics.safetensors: Expecting value"),
+        ("[" * 100_000, "recursion"),
         ({"format": 99, "classes": ["a", "b"]}, r"with the format 1, got \{'format': 99"),
         ({"format": 1}, "classes must be a list of class names, got None"),
         ({"format": 1, "classes": ["a", "\x1b[31m"]}, "no control characters"),
