@@ -65,6 +65,17 @@ def make_card(
     figures = collection_figures(results) if expert is None else expert_figures(results, expert)
     title = more.pop("model_name", None) or repo_id.split("/")[-1]
     class_tags = dict.fromkeys(class_tag(label) for name in names for label in tuner.experts[name])
+    evaluations = [
+        EvalResult(
+            task_type="image-classification",
+            dataset_type=datasets[0] if datasets else "unknown",
+            dataset_name=", ".join(datasets) or "test images of the tasks",
+            metric_type="accuracy" if "accuracy" in name else name,
+            metric_name=labels[name],
+            metric_value=round(value, 4),
+        )
+        for name, value in figures.items()
+    ]
     data = ModelCardData(
         library_name="peft",
         base_model=facts.base_model,
@@ -73,7 +84,7 @@ def make_card(
         license=facts.license,
         datasets=datasets or None,
         model_name=title if figures else None,
-        eval_results=_eval_results(figures, labels, datasets) or None,
+        eval_results=evaluations or None,
         **more,
     )
     config = tuner.peft_config[names[0]]
@@ -139,22 +150,6 @@ def escape(text: str) -> str:
     """Makes text that markdown shows as it is, in one line."""
     line = " ".join("".join(" " if unicodedata.category(char) == "Cc" else char for char in text).split())
     return re.sub(r"([\\`*_{}\[\]<>#|~&!])", r"\\\1", line)
-
-
-def _eval_results(
-    figures: Mapping[str, float], labels: Mapping[str, str], datasets: Sequence[str]
-) -> list[EvalResult]:
-    return [
-        EvalResult(
-            task_type="image-classification",
-            dataset_type=datasets[0] if datasets else "unknown",
-            dataset_name=", ".join(datasets) or "test images of the tasks",
-            metric_type="accuracy" if "accuracy" in name else name,
-            metric_name=labels[name],
-            metric_value=round(value, 4),
-        )
-        for name, value in figures.items()
-    ]
 
 
 def _expert_row(tuner: LucaModel, name: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from ..tuner.config import LucaConfig
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import LucaLayer, find_layer
 from ..tuner.model import LucaModel, quiet_peft, tuner_of
-from ..utils import NAME_RULE, InvalidExpertError, atomic_write, check_classes, list_names, show, write_json
+from ..utils import InvalidExpertError, atomic_write, check_classes, list_names, show, write_json
 from .validation import (
     MANIFEST_FORMAT,
     MANIFEST_NAME,
@@ -46,9 +46,6 @@ from .validation import (
 # config. Nothing else is fetched from a stranger's repository.
 EXPERT_FILES = (STATISTICS_NAME, SAFETENSORS_WEIGHTS_NAME, CONFIG_NAME)
 Source = str | os.PathLike[str]
-
-
-# ---- saving --------------------------------------------------------------------------------------------------------
 
 
 def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: bool = True) -> None:
@@ -138,9 +135,6 @@ def _check_known(tuner: LucaModel, names: Sequence[str]) -> None:
         raise ValueError(f"there is no expert {show(unknown[0])} to save. The model has {list_names(tuner.experts)}.")
 
 
-# ---- loading -------------------------------------------------------------------------------------------------------
-
-
 def load_experts(
     model: nn.Module,
     sources: Source | Sequence[Source] | Mapping[str, Source],
@@ -216,8 +210,7 @@ def load_expert(
         rename (`dict`, *optional*): Other names for classes, `{class: name}`.
         model, revision, token, allow_mismatch, statistics: See [`load_experts`].
     """
-    places = ["", f"{name}/"] if name and NAME_RULE.fullmatch(name) else [""]
-    folder = _local(source, revision, token, places, statistics)
+    folder = _local(source, revision, token, ["", f"{name}/"] if name else [""], statistics)
     if (folder / MANIFEST_NAME).is_file():
         names = read_manifest(folder).names
         if name not in names:
@@ -228,11 +221,9 @@ def load_expert(
 
 
 def _local(
-    source: Any, revision: str | None, token: str | bool | None, places: Sequence[str], statistics: bool
+    source: Source, revision: str | None, token: str | bool | None, places: Sequence[str], statistics: bool
 ) -> Path:
     """Returns the folder of a source: itself, or where the experts' files of a Hub repository are in the cache."""
-    if not isinstance(source, (str, os.PathLike)):
-        raise ValueError(f"a source must be a folder or a Hub id, got {show(source)}. For names: {{'name': source}}.")
     if Path(source).is_dir():
         return Path(source)
     files = EXPERT_FILES if statistics else EXPERT_FILES[1:]

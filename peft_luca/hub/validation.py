@@ -40,9 +40,6 @@ Specs = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # tensor name -> 
 Header = Mapping[str, tuple[str, list[int]]]  # tensor name -> dtype, shape
 
 
-# ---- configs and manifests -----------------------------------------------------------------------------------------
-
-
 def read_config(folder: Path) -> LucaConfig:
     """Reads the config of the expert in a folder. Unknown keys are refused."""
     path = folder / CONFIG_NAME
@@ -96,9 +93,6 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(path, names, manifest.get("router"))
 
 
-# ---- weights -------------------------------------------------------------------------------------------------------
-
-
 def expert_shapes(config: LucaConfig, width: int) -> dict[str, tuple[int, ...]]:
     """Shapes of an expert's tensors, by their names after that of the head. `width` is d, the width of [CLS]."""
     adapter, calibrator = config.widths(width)
@@ -135,9 +129,6 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
         if name.endswith("luca_reference_std") and not (tensor >= MIN_DEVIATION).all():
             raise InvalidExpertError(f"{path}: {name} holds deviations below {MIN_DEVIATION:g}.")
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-
-# ---- statistics ----------------------------------------------------------------------------------------------------
 
 
 def read_statistics(folder: str | os.PathLike[str]) -> ClassStatistics:
@@ -213,9 +204,6 @@ def _check_statistics(tensors: Mapping[str, Tensor]) -> None:
         possible = (sums >= 0) & (sums <= counts[:, None] * square**0.5)
         require(tensors["gram"].abs() <= images * square, f"gram must be that of {images:.0f} images, and is larger")
         require(possible, "random_sums must be from 0 to what the classes' images can sum up to")
-
-
-# ---- files ---------------------------------------------------------------------------------------------------------
 
 
 def _read_json(path: Path) -> dict[str, Any]:
