@@ -106,9 +106,10 @@ def save_experts(
     _check_known(tuner, names)
     router = tuner.router
     if router is not None and router.name is None:
-        raise ValueError("the router is a function, which no file can hold. Save with set_router(None).")
+        remedy = "Save with set_router(None), and set the function again after loading"
+        raise ValueError(f"the router is a function, which no file can hold. {remedy}.")
     if router is not None and router.needs_statistics and not statistics:
-        raise ValueError(f"the router {router.name!r} needs the experts' statistics. Save with set_router(None).")
+        raise ValueError(f"the router {router.name!r} needs the experts' statistics: leave out statistics=False.")
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         save_expert(model, name, folder / name, statistics=statistics)
