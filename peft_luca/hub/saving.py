@@ -70,7 +70,8 @@ def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: b
     state = {f"{path}.{key}": tensor for key, tensor in layer.tensors(name).items()}
     state_dict = None if "_fsdp_wrapped_module" in path else state
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".expert.", ignore_cleanup_errors=True) as staging:
+    hidden = f".{target.name}."  # a run that was killed here finds and removes it by this name
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=hidden, ignore_cleanup_errors=True) as staging:
         # Without save_embedding_layers=False PEFT asks the Hub for the backbone's config at every save.
         model.save_pretrained(staging, selected_adapters=[name], save_embedding_layers=False, state_dict=state_dict)
         written = Path(staging) if name == "default" else Path(staging, name)
