@@ -45,18 +45,7 @@ PACKAGES = ("peft", "transformers", "torch", "datasets", "huggingface_hub")
 
 @dataclass(frozen=True)
 class CardFacts:
-    """
-    What a card says that the model does not know.
-
-    Args:
-        base_model (`str`, *optional*): Hub id of the backbone. Never a path.
-        license (`str`, *optional*): Licence of the experts.
-        datasets (`str` or `Sequence[str]`, *optional*): Hub ids of the training data.
-        results (`dict`, *optional*): What `results.json` holds.
-        card_data (`dict`, *optional*):
-            More fields of [`~huggingface_hub.ModelCardData`], such as `language`. Its `tags` are added to the others,
-            its `model_name` is the title.
-    """
+    """What a card says that the model does not know. The fields are those of [`push_expert`]."""
 
     base_model: str | None = None
     license: str | None = None
@@ -68,36 +57,41 @@ class CardFacts:
 def make_card(
     tuner: LucaModel, repo_id: str, facts: CardFacts, *, expert: str | None = None, picture: bool = False
 ) -> str:
-    """
-    Makes the text of README.md.
-
-    Args:
-        tuner ([`LucaModel`]): The experts.
-        repo_id (`str`): The repository.
-        facts ([`CardFacts`]): What else is known.
-        expert (`str`, *optional*): The one expert at the repository's root. Without it, a collection of all experts.
-        picture (`bool`, *optional*, defaults to `False`): Whether the accuracy matrix is there as a picture.
-    """
+    """Makes the text of README.md: of one `expert` or of all, with or without a `picture` of the accuracy matrix."""
     results, more = facts.results or {}, dict(facts.card_data or {})
     datasets = [facts.datasets] if isinstance(facts.datasets, str) else list(facts.datasets or ())
     names = list(tuner.experts) if expert is None else [expert]
     labels = FIGURES if expert is None else EXPERT_FIGURES
     figures = collection_figures(results) if expert is None else expert_figures(results, expert)
     title = more.pop("model_name", None) or repo_id.split("/")[-1]
+    class_tags = dict.fromkeys(class_tag(label) for name in names for label in tuner.experts[name])
+    evaluations = [
+        EvalResult(
+            task_type="image-classification",
+            dataset_type=datasets[0] if datasets else "unknown",
+            dataset_name=", ".join(datasets) or "test images of the tasks",
+            metric_type="accuracy" if "accuracy" in name else name,
+            metric_name=labels[name],
+            metric_value=round(value, 4),
+        )
+        for name, value in figures.items()
+    ]
     data = ModelCardData(
         library_name="peft",
         base_model=facts.base_model,
         pipeline_tag="image-classification",
-        tags=[*TAGS, *more.pop("tags", ()), *_class_tags(tuner, names)],
+        tags=[*TAGS, *more.pop("tags", ()), *(class_tags if len(class_tags) <= MAX_CLASS_TAGS else ())],
         license=facts.license,
         datasets=datasets or None,
         model_name=title if figures else None,
-        eval_results=_eval_results(figures, labels, datasets) or None,
+        eval_results=evaluations or None,
         **more,
     )
     config = tuner.peft_config[names[0]]
     settings = {key: value for key, value in results.get("settings", {}).items() if key != "luca_config"}
     settings |= {key: getattr(config, key) for key in CONFIG_SETTINGS}
+    versions = {"peft_luca": __version__, "Python": platform.python_version()}
+    versions |= {package: version(package) for package in PACKAGES}
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -113,20 +107,13 @@ def make_card(
         tasks=results.get("tasks", []) if expert is None else [],
         picture=PICTURE_NAME if picture else None,
         settings=[(key, value) for key, value in settings.items() if value is not None],
-        versions=[
-            ("peft_luca", __version__),
-            ("Python", platform.python_version()),
-            *((package, version(package)) for package in PACKAGES),
-        ],
+        versions=versions.items(),
     )
     return str(card).rstrip() + "\n"
 
 
 def class_tag(name: str) -> str:
-    """
-    Makes the Hub tag that a class is found by: `class:` and its name in small letters, with '-' for all but letters
-    and digits.
-    """
+    """The Hub tag of a class: `class:` and its name in small letters, with '-' for all but letters and digits."""
     plain = unicodedata.normalize("NFKC", name).casefold()
     return "class:" + ("".join(char if char.isalnum() else "-" for char in plain).strip("-") or "-")
 
@@ -153,9 +140,7 @@ def draw_accuracy_matrix(results: Mapping[str, Any], path: Path) -> bool:
     except ValueError:  # nothing was measured
         return False
     except ImportError:
-        warnings.warn(
-            "the model card has no picture of the accuracy matrix: matplotlib is not installed.", stacklevel=2
-        )
+        warnings.warn("the model card has no accuracy matrix: matplotlib is not installed.", stacklevel=2)
         return False
     figure.savefig(path, dpi=100, metadata={"Software": None})
     return True
@@ -167,36 +152,13 @@ def escape(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>#|~&!])", r"\\\1", line)
 
 
-def _class_tags(tuner: LucaModel, names: Sequence[str]) -> list[str]:
-    tags = dict.fromkeys(class_tag(label) for name in names for label in tuner.experts[name])
-    return list(tags) if len(tags) <= MAX_CLASS_TAGS else []
-
-
-def _eval_results(
-    figures: Mapping[str, float], labels: Mapping[str, str], datasets: Sequence[str]
-) -> list[EvalResult]:
-    return [
-        EvalResult(
-            task_type="image-classification",
-            dataset_type=datasets[0] if datasets else "unknown",
-            dataset_name=", ".join(datasets) or "test images of the tasks",
-            metric_type="accuracy" if "accuracy" in name else name,
-            metric_name=labels[name],
-            metric_value=round(value, 4),
-        )
-        for name, value in figures.items()
-    ]
-
-
 def _expert_row(tuner: LucaModel, name: str) -> dict[str, Any]:
-    classes = tuner.experts[name]
+    classes, layer = tuner.experts[name], tuner.layer
     shown = ", ".join(map(escape, classes[:5])) + (", …" if len(classes) > 5 else "")
-    weights = torch.cat([weight.detach().flatten() for weight in tuner.layer.luca_parameters(name).values()])
-    numbers = [tensor.numel() for key, tensor in tuner.layer.tensors(name).items() if "luca_reference" not in key]
-    sparsity = float((weights.abs() < SPARSITY_THRESHOLD).float().mean())
+    weights = torch.cat([weight.detach().flatten() for weight in layer.luca_parameters(name).values()])
     return {
         "name": name,
         "classes": f"{len(classes)}: {shown}",
-        "parameters": sum(numbers),
-        "sparsity": sparsity,
+        "parameters": sum(tensor.numel() for key, tensor in layer.tensors(name).items() if "reference" not in key),
+        "sparsity": float((weights.abs() < SPARSITY_THRESHOLD).float().mean()),
     }

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def push_expert(
         private (`bool`, *optional*): Whether a new repository is private; by default as the owner's settings say.
         revision (`str`, *optional*): Branch to push to. It is created if it does not exist.
         token (`str` or `bool`, *optional*): Hub token with the right to write.
-        commit_message (`str`, *optional*): By default one that names the expert.
+        commit_message (`str`, *optional*): By default one that says what is pushed.
         base_model (`str`, *optional*):
             Hub id of the backbone, by default where the model was loaded from, if that is on the Hub.
         license (`str`, *optional*): Licence of the expert, for the card.
@@ -78,7 +79,6 @@ def push_expert(
         [`~huggingface_hub.CommitInfo`]: The commit that has the expert.
 
     Raises:
-        ValueError: there is no such expert, or the repository holds a collection.
         RuntimeError: somebody else pushed to the repository at the same time, twice.
     """
     api, tuner = HfApi(token=token), tuner_of(model)
@@ -115,31 +115,22 @@ def push_experts(
     push that the model no longer has are deleted there. Pushing the same again makes no commit.
 
     Args:
-        model ([`~peft.PeftModel`]): The model.
-        repo_id (`str`): The repository. It is created if it does not exist.
-        commit_message (`str`, *optional*): By default one with the number of experts.
         results (`dict`, *optional*): What a run's `results.json` holds; it is pushed too, and shown in the card.
         processing_class (`BaseImageProcessor`, *optional*): The backbone's image processor, to be pushed too.
-        blocking (`bool`, *optional*, defaults to `True`):
-            `False` takes the model as it is now, and uploads it in the background.
-        private, revision, token, base_model, license, datasets, card_data, statistics: See [`push_expert`].
+        blocking (`bool`, *optional*, defaults to `True`): `False` uploads the model as it is now in the background.
+        model, repo_id, private, revision, token, commit_message, base_model, license, datasets, card_data, statistics:
+            See [`push_expert`].
 
     Returns:
         [`~huggingface_hub.CommitInfo`], or a future of it: The commit that has the experts.
-
-    Raises:
-        ValueError: the repository holds a single expert, or the router is a function.
-        RuntimeError: somebody else pushed to the repository at the same time, twice.
     """
     api, tuner = HfApi(token=token), tuner_of(model)
-    names = list(tuner.experts)
-    message = commit_message or f"Push {pluralize(len(names), 'expert')}"
-    staging = tempfile.TemporaryDirectory()
-    folder = Path(staging.name)
-    try:
+    message = commit_message or f"Push {pluralize(len(tuner.experts), 'expert')}"
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         save_experts(model, folder, statistics=statistics)
         facts = CardFacts(_base_model(api, tuner, base_model), license, datasets, results, card_data)
-        for name in names:
+        for name in tuner.experts:
             _set_base_model(folder / name, facts.base_model)
         if processing_class is not None:
             processing_class.save_pretrained(str(folder))
@@ -149,9 +140,7 @@ def push_experts(
         picture = draw_accuracy_matrix(results or {}, folder / PICTURE_NAME)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         (folder / CARD_NAME).write_text(make_card(tuner, repo_id, facts, picture=picture), encoding="utf-8")
-    except BaseException:
-        staging.cleanup()
-        raise
+        staging = stack.pop_all()
 
     def upload() -> CommitInfo:
         with staging:
@@ -185,57 +174,49 @@ def list_experts(
     return list(HfApi(token=token).list_models(author=author, filter=tags))
 
 
-def _mirror(api: HfApi, folder: Path, repo_id: str, revision: str | None, commit_message: str) -> CommitInfo:
+def _mirror(
+    api: HfApi, folder: Path, repo_id: str, revision: str | None, message: str, *, retry: bool = True
+) -> CommitInfo:
     """Mirrors a folder, of one expert or of a collection, to the Hub in one commit."""
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    collection = (folder / MANIFEST_NAME).is_file()
-    for first_try in (True, False):
-        info = api.model_info(repo_id, revision=revision)
-        there = {sibling.rfilename for sibling in info.siblings or ()}
-        if collection and CONFIG_NAME in there:
-            raise ValueError(f"{repo_id} holds a single expert, not a collection. Push to another repository.")
-        if not collection and MANIFEST_NAME in there:
-            raise ValueError(f"{repo_id} holds a collection, not a single expert. Push to another repository.")
-        try:
-            return api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                commit_message=commit_message,
-                revision=revision,
-                parent_commit=info.sha,
-                delete_patterns=[PICTURE_NAME, *EXPERT_FILES, *(f"*/{file}" for file in EXPERT_FILES)],
-            )
-        except HfHubHTTPError as error:
-            if error.response.status_code != 412:
-                raise
-            if not first_try:
-                raise RuntimeError(
-                    f"somebody else pushed to {repo_id} at the same time, twice (412): nothing of this push is there. "
-                    "Look at what is there now, and push again."
-                ) from error
-            logger.warning("Somebody else pushed to %s at the same time (412). Pushing once more.", repo_id)
-    raise AssertionError("unreachable")
+    info = api.model_info(repo_id, revision=revision)
+    there = {sibling.rfilename for sibling in info.siblings or ()}
+    kinds = {CONFIG_NAME: "a single expert", MANIFEST_NAME: "a collection"}
+    for file, kind in kinds.items():
+        if file in there and not (folder / file).is_file():
+            raise ValueError(f"{repo_id} holds {kind}, and cannot hold this too. Push to another repository.")
+    try:
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=message,
+            revision=revision,
+            parent_commit=info.sha,
+            delete_patterns=[PICTURE_NAME, *EXPERT_FILES, *(f"*/{file}" for file in EXPERT_FILES)],
+        )
+    except HfHubHTTPError as error:
+        if error.response.status_code != 412:
+            raise
+        if not retry:
+            message = f"somebody else pushed to {repo_id} at the same time, twice (412). Look at it, and push again."
+            raise RuntimeError(message) from error
+    logger.warning("Somebody else pushed to %s at the same time (412). Pushing once more.", repo_id)
+    return _mirror(api, folder, repo_id, revision, message, retry=False)
 
 
 def _base_model(api: HfApi, tuner: LucaModel, given: str | None) -> str | None:
     """Returns the Hub id of the backbone: as given, or where it was loaded from. Never a path."""
-    name = given or getattr(tuner.model, "name_or_path", None) or None
-    if name is None:
+    name = str(given or getattr(tuner.model, "name_or_path", None) or "")
+    if not name:
         return None
-    try:
-        known = not Path(name).exists() and api.repo_exists(name)
-    except HFValidationError:
-        known = False
-    if known:
-        return str(name)
+    with suppress(HFValidationError):
+        if not Path(name).exists() and api.repo_exists(name):
+            return name
     if given is not None:
         raise ValueError(f"base_model must be the id of a model on the Hub, got {given!r}.")
-    warnings.warn(
-        f"the backbone was loaded from {name!r}, which is not on the Hub, so that the card cannot name it. Say "
-        "base_model='owner/name'.",
-        stacklevel=3,
-    )
+    message = f"the backbone was loaded from {name!r}, which is not on the Hub. Set base_model='owner/name'."
+    warnings.warn(message, stacklevel=3)
     return None
 
 

@@ -25,10 +25,10 @@ from ..routing import LabelSpace, Router, make_router
 from ..routing.statistics import ClassStatistics
 from ..tuner.backbone import check_backbone
 from ..tuner.config import LucaConfig
-from ..tuner.head import Head, check_expert_name, find_head
+from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import LucaLayer, find_layer
 from ..tuner.model import LucaModel, quiet_peft, tuner_of
-from ..utils import NAME_RULE, InvalidExpertError, atomic_write, check_classes, list_names, show, write_json
+from ..utils import InvalidExpertError, atomic_write, check_classes, list_names, show, write_json
 from .validation import (
     MANIFEST_FORMAT,
     MANIFEST_NAME,
@@ -48,9 +48,6 @@ EXPERT_FILES = (STATISTICS_NAME, SAFETENSORS_WEIGHTS_NAME, CONFIG_NAME)
 Source = str | os.PathLike[str]
 
 
-# ---- saving --------------------------------------------------------------------------------------------------------
-
-
 def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: bool = True) -> None:
     """
     Saves one expert as an ordinary PEFT adapter at the root of a folder. An adapter that is there already is replaced
@@ -64,9 +61,6 @@ def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: b
             Write the statistics of its training images too, where it has them. They reveal each class's count, mean
             and main directions, which for a class of few images is nearly its images' features. `False` also removes
             those that are in the folder.
-
-    Raises:
-        ValueError: the model has no such expert.
     """
     tuner, target = tuner_of(model), Path(directory)
     _check_known(tuner, [name])
@@ -76,9 +70,8 @@ def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: b
     state = {f"{path}.{key}": tensor for key, tensor in layer.tensors(name).items()}
     state_dict = None if "_fsdp_wrapped_module" in path else state
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True
-    ) as staging:
+    hidden = f".{target.name}."  # a run that was killed here finds and removes it by this name
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=hidden, ignore_cleanup_errors=True) as staging:
         # Without save_embedding_layers=False PEFT asks the Hub for the backbone's config at every save.
         model.save_pretrained(staging, selected_adapters=[name], save_embedding_layers=False, state_dict=state_dict)
         written = Path(staging) if name == "default" else Path(staging, name)
@@ -107,24 +100,17 @@ def save_experts(
         statistics (`bool`, *optional*, defaults to `True`): Write their statistics too; see [`save_expert`].
 
     Raises:
-        ValueError:
-            the model has no such expert, the router is a function, which no file can hold, or the router needs the
-            statistics that are left out.
+        ValueError: the router is a function, or it needs the statistics that are left out.
     """
     tuner, folder = tuner_of(model), Path(directory)
     names = list(tuner.experts) if names is None else names
     _check_known(tuner, names)
     router = tuner.router
     if router is not None and router.name is None:
-        raise ValueError(
-            "the router is a function, which no file can hold. Save with set_router('entropy') or set_router(None), "
-            "and set the function again after loading."
-        )
+        remedy = "Save with set_router(None), and set the function again after loading"
+        raise ValueError(f"the router is a function, which no file can hold. {remedy}.")
     if router is not None and router.needs_statistics and not statistics:
-        raise ValueError(
-            f"the router {router.name!r} needs the experts' statistics, which statistics=False leaves out. Save with "
-            "set_router('entropy') or set_router(None)."
-        )
+        raise ValueError(f"the router {router.name!r} needs the experts' statistics: leave out statistics=False.")
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         save_expert(model, name, folder / name, statistics=statistics)
@@ -139,30 +125,16 @@ def save_experts(
 
 def save_statistics(statistics: ClassStatistics, folder: Source) -> None:
     """Writes `statistics.safetensors` into a folder, whole or not at all."""
-    tensors = {
-        "counts": statistics.counts,
-        "means": statistics.means,
-        "factor_rows": torch.tensor([len(factor) for factor in statistics.factors]),
-        "factors": torch.cat(statistics.factors),
-        "remainder": statistics.remainder,
-        "errors": statistics.errors,
-        "gram": statistics.gram,
-        "random_sums": statistics.random_sums,
-    }
+    tensors = {name: tensor.contiguous() for name, tensor in statistics.tensors().items()}
     # One entry only: safetensors writes several in an order that differs from one time to the next.
     about = json.dumps({"format": STATISTICS_FORMAT, "classes": statistics.classes}, ensure_ascii=False)
     with atomic_write(Path(folder) / STATISTICS_NAME) as temporary:
-        present = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
-        save_file(present, temporary, {"statistics": about})
+        save_file(tensors, temporary, {"statistics": about})
 
 
 def _check_known(tuner: LucaModel, names: Sequence[str]) -> None:
-    unknown = [name for name in names if name not in tuner.experts]
-    if unknown:
+    if unknown := [name for name in names if name not in tuner.experts]:
         raise ValueError(f"there is no expert {show(unknown[0])} to save. The model has {list_names(tuner.experts)}.")
-
-
-# ---- loading -------------------------------------------------------------------------------------------------------
 
 
 def load_experts(
@@ -188,8 +160,7 @@ def load_experts(
         revision (`str`, *optional*): Branch, tag or commit on the Hub, the same for all sources.
         token (`str` or `bool`, *optional*): Hub token.
         rename (`dict`, *optional*):
-            Other names for classes, `{expert: {class: name}}`, where two owners call different things the same, or the
-            same thing differently.
+            Other names for classes, `{expert: {class: name}}`, where two owners mean different things by a name.
         allow_mismatch (`bool`, *optional*, defaults to `False`): Load experts of another backbone too.
         statistics (`bool`, *optional*, defaults to `True`):
             Load their statistics too, which routers such as `"gaussian"` need.
@@ -202,9 +173,7 @@ def load_experts(
         ValueError: two experts have the same name, or an expert is of another backbone.
     """
     sources = [sources] if isinstance(sources, (str, os.PathLike)) else sources
-    named: list[tuple[Any, Any]] = [(None, source) for source in sources]
-    if isinstance(sources, Mapping):
-        named = list(sources.items())
+    named = sources.items() if isinstance(sources, Mapping) else [(None, source) for source in sources]
     folders: list[tuple[str, Path]] = []
     manifest: Manifest | None = None
     for name, source in named:
@@ -218,8 +187,7 @@ def load_experts(
         folders += [(expert, folder / expert) for expert in manifest.names]
     if not folders:
         raise ValueError("there are no experts to load: the list is empty.")
-    manifest = manifest if len(named) == 1 else None
-    return _load(model, folders, manifest, rename or {}, allow_mismatch, statistics)
+    return _load(model, folders, manifest if len(named) == 1 else None, rename or {}, allow_mismatch, statistics)
 
 
 def load_expert(
@@ -237,16 +205,14 @@ def load_expert(
     Adds one expert to a backbone, or to a model that has experts already, as [`load_experts`] does.
 
     Args:
-        model (`nn.Module`): The backbone with a head, or a model with experts.
         source (`str` or `PathLike`): Folder or Hub id of an expert, or of a collection that has it.
         name (`str`, *optional*):
             What the expert is called in the model, by default the last part of its id. Of a collection: which of its
             experts; no other is downloaded, and the collection's router is not set.
         rename (`dict`, *optional*): Other names for classes, `{class: name}`.
-        revision, token, allow_mismatch, statistics: See [`load_experts`].
+        model, revision, token, allow_mismatch, statistics: See [`load_experts`].
     """
-    places = ["", f"{name}/"] if name and NAME_RULE.fullmatch(name) else [""]
-    folder = _local(source, revision, token, places, statistics)
+    folder = _local(source, revision, token, ["", f"{name}/"] if name else [""], statistics)
     if (folder / MANIFEST_NAME).is_file():
         names = read_manifest(folder).names
         if name not in names:
@@ -257,14 +223,9 @@ def load_expert(
 
 
 def _local(
-    source: Any, revision: str | None, token: str | bool | None, places: Sequence[str], statistics: bool
+    source: Source, revision: str | None, token: str | bool | None, places: Sequence[str], statistics: bool
 ) -> Path:
     """Returns the folder of a source: itself, or where the experts' files of a Hub repository are in the cache."""
-    if not isinstance(source, (str, os.PathLike)):
-        raise ValueError(
-            f"a source must be a folder or a Hub id of an expert or a collection, got {show(source)}. Names go into a "
-            "dict: {'name': source}."
-        )
     if Path(source).is_dir():
         return Path(source)
     files = EXPERT_FILES if statistics else EXPERT_FILES[1:]
@@ -274,9 +235,8 @@ def _local(
     except HFValidationError as error:
         raise InvalidExpertError(f"{source} is not an expert: it is neither a folder nor a Hub id.") from error
     except LocalEntryNotFoundError as error:
-        raise LocalEntryNotFoundError(
-            f"{source} is no folder here, the Hub cannot be reached, and its cache does not have it: {error}"
-        ) from error
+        message = f"{source} is no folder here, the Hub cannot be reached, and its cache does not have it: {error}"
+        raise LocalEntryNotFoundError(message) from error
 
 
 def _name_after(source: Source, model: nn.Module) -> str:
@@ -310,29 +270,14 @@ def _load(
     tuner = tuner_of(model) if isinstance(model, PeftModel) else None
     names = [name for name, _ in folders]
     counts = Counter(name.lower() for name in [*(tuner.experts if tuner else ()), *names])  # as folders' names are
-    twice = [name for name in names if counts[name.lower()] > 1]
-    if twice:
-        raise ValueError(
-            f"more than one expert is called {twice[0]!r}. Give them other names: load_experts(model, {{'name': "
-            "source, ...})."
-        )
-    unknown = sorted(set(rename) - set(names))
-    if unknown:
+    if twice := [name for name in names if counts[name.lower()] > 1]:
+        raise ValueError(f"more than one expert is called {twice[0]!r}. Give names: {{'name': source, ...}}.")
+    if unknown := sorted(set(rename) - set(names)):
         raise ValueError(f"rename names the experts {unknown}, but those to load are {list_names(names)}.")
-    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
-    heads: dict[str, Head] = {}
     experts: dict[str, _Expert] = {}
     for name, folder in folders:
-        if not (folder / CONFIG_NAME).is_file():
-            raise InvalidExpertError(f"{folder} is not an expert and not a collection: it has no {CONFIG_NAME}.")
-        config = read_config(folder)
-        config.inference_mode, config.allow_mismatch = True, allow_mismatch
-        key = repr((config.target_modules, config.pooled))
-        if key not in heads:  # found once for a thousand experts
-            heads[key] = _find_head(base, folder, config)
-        check_expert_name(name, model, heads[key].name)
-        experts[name] = _read_expert(folder, name, config, base, heads[key], rename.get(name, {}), statistics)
-    router = None if manifest is None else _make_router(manifest, tuner, experts)
+        experts[name] = _read_expert(model, name, folder, rename.get(name, {}), allow_mismatch, statistics)
+    router = _make_router(manifest, tuner, experts) if manifest and manifest.router is not None else None
 
     # From here on nothing is refused.
     for name, expert in experts.items():
@@ -352,24 +297,30 @@ def _load(
 
 
 def _read_expert(
-    folder: Path,
-    name: str,
-    config: LucaConfig,
-    base: nn.Module,
-    head: Head,
-    rename: Mapping[str, str],
-    statistics: bool,
+    model: nn.Module, name: str, folder: Path, rename: Mapping[str, str], allow_mismatch: bool, statistics: bool
 ) -> _Expert:
+    if not (folder / CONFIG_NAME).is_file():
+        raise InvalidExpertError(f"{folder} is not an expert and not a collection: it has no {CONFIG_NAME}.")
+    config = read_config(folder)
+    config.inference_mode, config.allow_mismatch = True, allow_mismatch
+    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
+    try:
+        head = find_head(base, config)
+    except ValueError as error:
+        raise InvalidExpertError(f"{folder}: {error}") from error
+    if isinstance(model, PeftModel) and not isinstance(base.get_submodule(head.name), LucaLayer):
+        there = tuner_of(model).targeted_module_names[0]
+        raise InvalidExpertError(
+            f"{folder}: the expert goes in place of {head.name!r}, but those of the model in place of {there!r}."
+        )
+    check_expert_name(name, model, head.name)
     tensors = read_weights(folder, config, head.name, head.width)
     if config.fingerprint is None and not config.allow_mismatch:
-        raise InvalidExpertError(
-            f"expert {name!r} does not say which backbone it was trained on: its config has no fingerprint. Set "
-            "allow_mismatch=True to load it all the same."
-        )
+        reason = "does not say which backbone it was trained on: its config has no fingerprint"
+        raise InvalidExpertError(f"expert {name!r} {reason}. Set allow_mismatch=True to load it all the same.")
     check_backbone(base, head, config, name, tensors)
     classes = config.classes or []
-    unknown = sorted(set(rename) - set(classes))
-    if unknown:
+    if unknown := sorted(set(rename) - set(classes)):
         raise ValueError(f"rename names the classes {unknown}, but expert {name!r} has {list_names(classes)}.")
     config.classes = check_classes([rename.get(label, label) for label in classes])
     if not statistics or not (folder / STATISTICS_NAME).is_file():
@@ -383,24 +334,8 @@ def _read_expert(
     return _Expert(config, tensors, replace(found, classes=tuple(config.classes)))
 
 
-def _find_head(base: nn.Module, folder: Path, config: LucaConfig) -> Head:
-    """Finds the head that an expert goes in place of, which is that of the model's experts, if there are any."""
-    try:
-        head = find_head(base, config)
-    except ValueError as error:
-        raise InvalidExpertError(f"{folder}: {error}") from error
-    places = [name for name, module in base.named_modules() if isinstance(module, LucaLayer)]
-    if places not in ([], [head.name]):
-        raise InvalidExpertError(
-            f"{folder}: the expert goes in place of {head.name!r}, but those of the model in place of {places[0]!r}."
-        )
-    return head
-
-
-def _make_router(manifest: Manifest, tuner: LucaModel | None, experts: Mapping[str, _Expert]) -> Router | None:
-    """Makes a collection's router, and prepares it for the experts as they will be in the model to see that it can."""
-    if manifest.router is None:
-        return None
+def _make_router(manifest: Manifest, tuner: LucaModel | None, experts: Mapping[str, _Expert]) -> Router:
+    """Makes a collection's router, and checks that it can be prepared for the experts as they will be in the model."""
     classes: dict[str, Sequence[str]] = dict(tuner.experts) if tuner else {}
     statistics = dict(tuner.statistics) if tuner else {}
     references: dict[str, Any] = {name: tuner.layer.experts.reference(name) for name in tuner.experts} if tuner else {}

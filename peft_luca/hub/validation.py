@@ -37,32 +37,21 @@ TOLERANCE = 1e-3  # of statistics, which were rounded to float32
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 Specs = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # tensor name -> allowed dtypes, shape
-
-
-# ---- configs and manifests -----------------------------------------------------------------------------------------
+Header = Mapping[str, tuple[str, list[int]]]  # tensor name -> dtype, shape
 
 
 def read_config(folder: Path) -> LucaConfig:
-    """
-    Reads the config of the expert in a folder.
-
-    Raises:
-        InvalidExpertError: it has unknown keys, or values that an expert cannot have.
-    """
+    """Reads the config of the expert in a folder. Unknown keys are refused."""
     path = folder / CONFIG_NAME
     values = _read_json(path)
     if values.get("peft_type") != "LUCA":
-        raise InvalidExpertError(
-            f"{path} holds an adapter of type {show(values.get('peft_type'))}, not a LuCA expert."
-        )
+        kind = show(values.get("peft_type"))
+        raise InvalidExpertError(f"{path} holds an adapter of type {kind}, not a LuCA expert.")
     # A stranger must not set allow_mismatch, which switches the check of the backbone off.
     known = {"head", *(field.name for field in fields(LucaConfig))} - {"allow_mismatch"}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise InvalidExpertError(
-            f"{path} has the keys {show(unknown)}, which this version of peft_luca and PEFT does not know. If the "
-            "file is sound, update both."
-        )
+    if unknown := sorted(set(values) - known):
+        reason = f"has the keys {show(unknown)}, which this version of peft_luca or PEFT does not know"
+        raise InvalidExpertError(f"{path} {reason}. If the file is sound, update both.")
     if values.get("classes") is None:
         raise InvalidExpertError(f"{path} names no classes.")
     for key in ("base_model_name_or_path", "revision", "fingerprint", "target_modules"):
@@ -86,44 +75,26 @@ class Manifest(NamedTuple):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """
-    Reads the manifest of the collection in a folder.
-
-    Raises:
-        InvalidExpertError: it is not a manifest, or it names experts as no folder can be named.
-    """
+    """Reads the manifest of the collection in a folder. Names that leave the folder are refused."""
     path = folder / MANIFEST_NAME
     manifest = _read_json(path)
     if manifest.get("format") != MANIFEST_FORMAT:
-        raise InvalidExpertError(
-            f"{path} has the format {show(manifest.get('format'))}, and this version of peft_luca reads "
-            f"{MANIFEST_FORMAT}."
-        )
+        found = show(manifest.get("format"))
+        raise InvalidExpertError(f"{path} has the format {found}, and this version reads {MANIFEST_FORMAT}.")
     experts = manifest.get("experts")
     if not isinstance(experts, list) or not experts or not all(isinstance(entry, dict) for entry in experts):
         raise InvalidExpertError(f"{path} needs 'experts', a list of at least one expert, got {show(experts)}.")
     names = [entry.get("name") for entry in experts]
     for name in names:
         if not isinstance(name, str) or not NAME_RULE.fullmatch(name):
-            raise InvalidExpertError(
-                f"{path} names an expert {show(name)}: names are made of letters, digits, '_' and '-'."
-            )
+            raise InvalidExpertError(f"{path} names an expert {show(name)}; letters, digits, '_' and '-' are allowed.")
     if len({name.lower() for name in names}) < len(names):  # one folder, on some file systems
         raise InvalidExpertError(f"{path} names an expert more than once.")
     return Manifest(path, names, manifest.get("router"))
 
 
-# ---- weights -------------------------------------------------------------------------------------------------------
-
-
 def expert_shapes(config: LucaConfig, width: int) -> dict[str, tuple[int, ...]]:
-    """
-    Shapes of an expert's tensors, by their names in its file after the name of the head.
-
-    Args:
-        config ([`LucaConfig`]): The expert's config.
-        width (`int`): d, the width of [CLS].
-    """
+    """Shapes of an expert's tensors, by their names after that of the head. `width` is d, the width of [CLS]."""
     adapter, calibrator = config.widths(width)
     shapes: dict[str, tuple[int, ...]] = {}
     if config.arrangement != "calibrator":
@@ -140,18 +111,7 @@ def expert_shapes(config: LucaConfig, width: int) -> dict[str, tuple[int, ...]]:
 def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dict[str, Tensor]:
     """
     Reads the tensors of the expert in a folder, by their names after the name of the head. Names, shapes and types are
-    compared with the config and the backbone before any tensor is read.
-
-    Args:
-        folder (`Path`): The expert.
-        config ([`LucaConfig`]): Its config.
-        head (`str`): Name of the backbone's head.
-        width (`int`): d, the width of [CLS].
-
-    Raises:
-        InvalidExpertError:
-            names, shapes or types are not those of such an expert, a number is not finite or very large, or the file
-            is not the one that the Hub named.
+    compared with the config and the backbone, whose `head` reads [CLS] vectors of `width`, before any tensor is read.
     """
     path, prefix = folder / SAFETENSORS_WEIGHTS_NAME, f"base_model.model.{head}."
     try:
@@ -171,50 +131,27 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-# ---- statistics ----------------------------------------------------------------------------------------------------
-
-
 def read_statistics(folder: str | os.PathLike[str]) -> ClassStatistics:
-    """
-    Reads the `statistics.safetensors` of the expert in a folder.
-
-    Raises:
-        InvalidExpertError: it is not such a file, or holds numbers that no statistics have.
-    """
+    """Reads the `statistics.safetensors` of the expert in a folder. Numbers that no statistics have are refused."""
     path = Path(folder) / STATISTICS_NAME
     try:
         tensors, metadata = _read_tensors(path, _statistics_specs)
         _check_statistics(tensors)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = f"{error}" if isinstance(error, InvalidExpertError) else f"{path}: {error}"
-        raise InvalidExpertError(
-            f"{reason} Get the file from the expert's owner again, or load without it: statistics=False."
-        ) from error
-    return ClassStatistics(
-        classes=tuple(_statistics_classes(metadata)),
-        counts=tensors["counts"],
-        means=tensors["means"],
-        factors=tuple(tensors["factors"].split(tensors["factor_rows"].tolist())),
-        remainder=tensors["remainder"],
-        errors=tensors["errors"],
-        gram=tensors.get("gram"),
-        random_sums=tensors.get("random_sums"),
-    )
+        raise InvalidExpertError(f"{reason} Get the file again, or load without it: statistics=False.") from error
+    factors = tuple(tensors.pop("factors").split(tensors.pop("factor_rows").tolist()))
+    return ClassStatistics(tuple(_statistics_classes(metadata)), factors=factors, **tensors)
 
 
 def _statistics_classes(metadata: Mapping[str, str]) -> list[str]:
-    try:
-        about = json.loads(metadata.get("statistics", "null"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"its metadata is not JSON: {error}.") from error
+    about = json.loads(metadata.get("statistics", "null"))
     if not isinstance(about, dict) or about.get("format") != STATISTICS_FORMAT:
-        raise ValueError(
-            f"its metadata must have 'statistics' with the format {STATISTICS_FORMAT}, got {show(about)}."
-        )
+        raise ValueError(f"its metadata needs 'statistics' with the format {STATISTICS_FORMAT}, got {show(about)}.")
     return check_classes(about.get("classes"))
 
 
-def _statistics_specs(found: Mapping[str, tuple[str, list[int]]], metadata: Mapping[str, str]) -> Specs:
+def _statistics_specs(found: Header, metadata: Mapping[str, str]) -> Specs:
     """Tensors that a file of statistics must have. K is known from its classes, d and M from its shapes."""
 
     def size(name: str, axis: int) -> int:
@@ -264,14 +201,9 @@ def _check_statistics(tensors: Mapping[str, Tensor]) -> None:
     if "gram" in tensors:
         # A random feature is at most as large as its direction, whose square has d degrees of freedom.
         square, images, sums = 10.0 * d + 100.0, float(counts.sum()), tensors["random_sums"]
-        largest = counts[:, None] * square**0.5
+        possible = (sums >= 0) & (sums <= counts[:, None] * square**0.5)
         require(tensors["gram"].abs() <= images * square, f"gram must be that of {images:.0f} images, and is larger")
-        require(
-            (sums >= 0) & (sums <= largest), "random_sums must be from 0 to what the classes' images can sum up to"
-        )
-
-
-# ---- files ---------------------------------------------------------------------------------------------------------
+        require(possible, "random_sums must be from 0 to what the classes' images can sum up to")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -286,21 +218,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(
-    path: Path,
-    make_specs: Callable[[Mapping[str, tuple[str, list[int]]], Mapping[str, str]], Specs],
-    hint: str = "",
+    path: Path, make_specs: Callable[[Header, Mapping[str, str]], Specs], hint: str = ""
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
-    Reads a safetensors file into memory.
-
-    Args:
-        path (`Path`): The file.
-        make_specs (function):
-            dtypes and shapes that the file's header has, by tensor, and its metadata -> those that it must have.
-        hint (`str`, *optional*): Added to an error about names or shapes.
-
-    Returns:
-        `tuple`: The tensors, and the metadata.
+    Reads the tensors and the metadata of a safetensors file. `make_specs` says what it must have, by what it has.
+    `hint` is added to errors about names and shapes.
     """
     _check_size(path, MAX_EXPERT_BYTES)
     _check_digest(path)
@@ -315,21 +237,18 @@ def _read_tensors(
         raise InvalidExpertError(f"{path} is not a whole safetensors file: {error}.") from error
 
 
-def _check_specs(path: Path, found: Mapping[str, tuple[str, list[int]]], specs: Specs, hint: str) -> None:
-    if set(found) != set(specs):
-        missing, unknown = sorted(set(specs) - set(found)), sorted(set(found) - set(specs))
-        raise InvalidExpertError(
-            f"{path} does not hold the tensors that it must hold: missing {show(missing)}, unknown {show(unknown)}."
-            f"{hint}"
-        )
-    for name, (dtypes, shape) in specs.items():
-        dtype, found_shape = found[name]
+def _check_specs(path: Path, found: Header, specs: Specs, hint: str) -> None:
+    missing, unknown = sorted(set(specs) - set(found)), sorted(set(found) - set(specs))
+    if missing or unknown:
+        reason = f"must hold other tensors: missing {show(missing)}, unknown {show(unknown)}"
+        raise InvalidExpertError(f"{path} {reason}.{hint}")
+    for name, (dtypes, needed) in specs.items():
+        dtype, shape = found[name]
         if dtype not in dtypes:
             raise InvalidExpertError(f"{path}: {name} has the dtype {dtype}, and must have {' or '.join(dtypes)}.")
-        if tuple(found_shape) != shape:
-            raise InvalidExpertError(
-                f"{path}: {name} has the shape {show(found_shape)}, and must have {list(shape)}.{hint}"
-            )
+        if tuple(shape) != needed:
+            reason = f"{name} has the shape {show(shape)}, and must have {list(needed)}"
+            raise InvalidExpertError(f"{path}: {reason}.{hint}")
 
 
 def _check_size(path: Path, most: int) -> None:
@@ -351,7 +270,4 @@ def _check_digest(path: Path) -> None:
         while block := file.read(2**20):
             digest.update(block)
     if digest.hexdigest() != wanted:
-        raise InvalidExpertError(
-            f"{path} is not the file that the Hub has: its digest is another one. Delete it from the cache, and load "
-            "again."
-        )
+        raise InvalidExpertError(f"{path} is not the file that the Hub has. Delete it from the cache, and load again.")

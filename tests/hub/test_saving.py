@@ -288,7 +288,6 @@ def test_predictions_do_not_depend_on_the_order_of_loading(tmp_path_factory, exp
     ("sources", "message"),
     [
         ([], "there are no experts to load: the list is empty"),
-        (lambda place: [place / "one", {"x": place / "one"}], r"a source must be a folder or a Hub id .*got \{'x': "),
         (lambda place: {"x/y": place / "one"}, "an expert cannot be called 'x/y'"),
         (lambda place: {"x": place / "all"}, "is a collection, whose experts have names: it cannot be called 'x'"),
         (lambda place: [place / "one", place / "all", place / "one"], "more than one expert is called 'one'"),

@@ -115,7 +115,7 @@ def test_a_link_out_of_a_folder_reveals_nothing(folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "1"}, "has the format '1', and this version of peft_luca reads 1"),
+        ({"format": "1"}, "has the format '1', and this version reads 1"),
         ({"experts": "w"}, "needs 'experts', a list of at least one expert, got 'w'"),
         ({"experts": ["w"]}, "needs 'experts', a list of at least one expert"),
         ({"experts": []}, "needs 'experts', a list of at least one expert"),
@@ -335,8 +335,9 @@ def test_numbers_of_statistics(statistics, name, change, message):
 @pytest.mark.parametrize(
     ("about", "message"),
     [
-        (None, "its metadata must have 'statistics' with the format 1, got None"),
-        ("not json", "its metadata is not JSON"),
+        (None, "its metadata needs 'statistics' with the format 1, got None"),
+        ("not json", "statistics.safetensors: Expecting value"),
+        ("[" * 100_000, "recursion"),
         ({"format": 99, "classes": ["a", "b"]}, r"with the format 1, got \{'format': 99"),
         ({"format": 1}, "classes must be a list of class names, got None"),
         ({"format": 1, "classes": ["a", "\x1b[31m"]}, "no control characters"),
