@@ -56,9 +56,15 @@ class ScoreRouter(Router):
         scores = experts.scores(features)  # (batch, experts, C)
         costs = self.cost(scores)
         if self.options.routing_scope == "sample":
-            return answer(scores, choose(costs, scores, experts.by_name), self.options)
-        chosen = choose(costs.mean(dim=0, keepdim=True), scores.mean(dim=0, keepdim=True), experts.by_name)
-        return answer(scores, chosen.expand(features.shape[0]), self.options)
+            chosen = choose(costs, scores, experts.by_name)
+        else:
+            chosen = choose(costs.mean(dim=0, keepdim=True), scores.mean(dim=0, keepdim=True), experts.by_name)
+            chosen = chosen.expand(features.shape[0])
+        return answer(scores, chosen, self.options, self.entropies(scores, costs))
+
+    def entropies(self, scores: Tensor, costs: Tensor) -> Tensor:
+        """Entropy of every expert, `(batch, experts)`, from the scores, or from the costs where they are that."""
+        return entropy(scores)
 
     def batch_limit(self, experts: Experts) -> int | None:
         return None if self.options.routing_scope == "batch" else super().batch_limit(experts)
@@ -71,6 +77,9 @@ class EntropyRouter(ScoreRouter):
 
     def cost(self, scores: Tensor) -> Tensor:
         return entropy(scores, self.options.temperature)
+
+    def entropies(self, scores: Tensor, costs: Tensor) -> Tensor:
+        return costs if self.options.temperature == 1 else entropy(scores)
 
 
 class EnergyRouter(ScoreRouter):
@@ -151,16 +160,14 @@ class OracleRouter(Router):
         lowest = scores.masked_fill(~own, torch.inf).amin(dim=-1, keepdim=True)  # (batch, experts, 1)
         scores_of_own = torch.where(own, scores, lowest - OTHER_CLASSES_MARGIN)
         expert = expert.to(scores.device, torch.int64)
-        output, over_all = (answer(values, expert, self.options) for values in (scores_of_own, scores))
-        return output._replace(entropy=over_all.entropy, entropies=over_all.entropies)
+        return answer(scores_of_own, expert, self.options, entropy(scores))
 
     def batch_limit(self, experts: Experts) -> int | None:
         return None
 
 
-def answer(scores: Tensor, chosen: Tensor, options: Any) -> RoutingOutput:
-    """Scores `(batch, experts, C)` and the chosen experts `(batch,)` → the answer."""
-    entropies = entropy(scores)
+def answer(scores: Tensor, chosen: Tensor, options: Any, entropies: Tensor) -> RoutingOutput:
+    """Scores `(batch, experts, C)`, chosen experts `(batch,)` and entropies `(batch, experts)` → the answer."""
     logits = scores.gather(1, chosen[:, None, None].expand(-1, 1, scores.shape[2]))[:, 0]  # (batch, C)
     confidence = torch.softmax(_float32(logits) / getattr(options, "temperature", 1.0), dim=-1).amax(dim=-1)
     unknown = ~(confidence >= options.unknown_below)  # not `<`: a confidence that is NaN is unknown

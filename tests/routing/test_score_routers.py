@@ -187,3 +187,11 @@ def test_with_the_batch_scope_one_expert_answers_the_whole_batch():
     assert torch.equal(output.entropy, entropy(scores)[:, t])
     other = FakeExperts(turned(THREE))
     assert make_router("entropy", routing_scope="batch").route(Z, other).expert.tolist() == [2 - t] * len(Z)
+
+
+def test_entropy_is_computed_once(monkeypatch):
+    """It is most of the cost of routing among a thousand experts."""
+    made = []
+    monkeypatch.setattr("peft_luca.routing.score_routers.entropy", lambda *args: made.append(args) or entropy(*args))
+    make_router("entropy").route(images_of("cat"), FakeExperts(THREE))
+    assert len(made) == 1
