@@ -30,7 +30,7 @@ from .arguments import ContinualTrainingArguments
 from .batches import print_line
 from .evaluation import TaskFeatures, all_figures, measure, save_plots
 from .expert_trainer import ExpertTrainer
-from .figures import Record, numbers, task_line
+from .metrics import Record, numbers, task_line
 from .publishing import PublishingTrainer
 from .run_folder import RESULTS_FORMAT, RunFolder, run_settings
 from .stream_checks import check_arguments, check_task, make_template

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ from ..data.collator import ImageCollator
 from ..data.feature_cache import FeatureDataset, default_cache_dir, digest_images, features_key
 from ..data.task_stream import Task
 from ..preprocessing import undecoded
+from ..tuner.model import LucaModel
 from .batches import make_extractor, print_line
-from .figures import COMPARING_STAGES, Measured, Record, measure_stage, run_figures
+from .metrics import COMPARING_STAGES, ContinualAccuracy, Measured, Record, run_figures
+
+
+BATCH = 4096  # features are a memory map of any size
 
 
 class TaskFeatures:
@@ -63,13 +68,15 @@ class TaskFeatures:
 
     def _own_labels(self, task: Task) -> list[int]:
         """Global id in the stream → the id of the task's own expert; -1 for a class that it lacks."""
-        return [task.classes.index(c) if c in task.classes else -1 for c in self.stream.classes]
+        own = {name: i for i, name in enumerate(task.classes)}
+        return [own.get(name, -1) for name in self.stream.classes]
 
     def extract(self, task: Task) -> None:
         """Computes all [CLS] of a task. Raises if none of the training images of a class could be read."""
         readable = set(self.get_own(task, "train").labels.tolist())
-        for name in [name for i, name in enumerate(task.classes) if i not in readable]:
-            raise ValueError(f"task {task.name!r}: none of the images of {name!r} can be read. Repair or remove them.")
+        if missing := [name for i, name in enumerate(task.classes) if i not in readable]:
+            images = f"none of the images of {missing[0]!r} can be read"
+            raise ValueError(f"task {task.name!r}: {images}. Repair or remove them.")
         if task.test is not None:
             self.get(task, "test")
 
@@ -94,6 +101,44 @@ class TaskFeatures:
             line = f"{len(features.skipped)} of {len(dataset)} {split} images cannot be read and are left out"
             print_line(args, f"{task.name}: {line}, first row {features.skipped[0]}")
         return features
+
+
+@torch.no_grad()
+def measure_stage(
+    tuner: LucaModel, names: Sequence[str], tests: Mapping[str, FeatureDataset], device: Any, whole: bool = False
+) -> Measured:
+    """
+    Measures a model on the test images of each learned task (`tests`: [CLS], with the expert's own labels), with the
+    router that is set. `whole` routes all test images of a task as one batch.
+
+    Returns:
+        `dict`: per task, or `None` where not measured: `accuracy` over all classes, routed; `routing`, the share of
+        images for which the router chose the task's own expert; `task_known`, that expert's accuracy over its classes.
+    """
+    metric, experts = ContinualAccuracy(), list(tuner.experts)
+    task_of_expert = torch.tensor([names.index(name) if name in names else len(names) for name in experts])
+    for task, name in enumerate(names):
+        if name not in tests:
+            continue
+        own = tuner.layer.label_space.own[name].cpu()
+        size = len(tests[name]) if whole else BATCH
+        for z, labels in zip(tests[name].features.split(size), tests[name].labels.split(size), strict=True):
+            z = z.to(device)
+            routed = tuner.route_features(z)
+            metric.add_batch(
+                predictions=routed.logits.argmax(1).cpu(),
+                references=own[labels],
+                task=[task] * len(z),
+                stage=[0] * len(z),
+                experts=task_of_expert[routed.expert.cpu()],
+                task_known_predictions=own[tuner.expert_logits(z, name).argmax(1).cpu()],
+            )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a leak: run_figures warns
+        figures = (metric.compute() or {}) if tests else {}
+    columns = {"accuracy": "accuracy", "routing": "routing_accuracy", "task_known": "known_accuracy"}
+    measured = {name: list(figures.get(f"per_task_{figure}", [])) for name, figure in columns.items()}
+    return {name: values + [None] * (len(names) - len(values)) for name, values in measured.items()}
 
 
 def measure(trainer: Any, records: list[Record]) -> Measured:

@@ -5,13 +5,18 @@ fraction; NaN where it was not measured (before task j was learned, after its ex
 test images). `counts[j]` is the number of task j's test images.
 """
 
+import math
 import warnings
 from typing import Any, TypeAlias
 
 import evaluate
 import numpy as np
 import numpy.typing as npt
+import torch
 from datasets import Features, Value
+from transformers import EvalPrediction
+
+from ..utils import pluralize
 
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -21,6 +26,14 @@ _REQUIRED = ("predictions", "references", "task", "stage")
 # Columns of the metric that may be left out, and what stands in them then.
 _OPTIONAL = ("experts", "task_known_predictions")
 _NOT_GIVEN = -1
+# Figures that compare stages, all of which have to be measured with the same router.
+COMPARING_STAGES = (
+    "average_accuracy", "forgetting", "backward_transfer", "stage_accuracies", "stage_forgetting",
+    "task_known_forgetting",
+)  # fmt: skip
+
+Record = dict[str, Any]  # a learned task, as in results.json
+Measured = dict[str, list[float | None]]  # "accuracy", "routing" and "task_known" of each learned task
 
 
 def stage_accuracies(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> Floats:
@@ -114,7 +127,7 @@ def summarize(
         "routing_accuracy": _last_stage_mean("routing", routing, measured, images),
         "task_known_accuracy": known,
         "stage_accuracies": [_or_none(value) for value in stage_accuracies(measured, images)],
-        "stage_forgetting": [forgetting(measured[: stage + 1]) for stage in range(len(measured))],
+        "stage_forgetting": _stage_forgetting(measured),
         "per_task_accuracy": [_or_none(value) for value in measured[-1]],
     }
 
@@ -245,6 +258,13 @@ def _earlier_and_last(measured: Floats) -> tuple[Floats, Floats]:
     return earlier[:, kept], last[kept]
 
 
+def _stage_forgetting(measured: Floats) -> list[float]:
+    """[`forgetting`] after each stage, from the best accuracies so far."""
+    below_best = np.fmax.accumulate(measured, axis=0)[:-1] - measured[1:]  # (stages - 1, tasks)
+    drops = [row[~np.isnan(row)] for row in below_best]
+    return [0.0, *(float(np.mean(drop)) if drop.size else 0.0 for drop in drops)]
+
+
 def _last_stage_mean(argument: str, values: npt.ArrayLike | None, measured: Floats, images: Floats) -> float | None:
     """Image-weighted mean of per-task values, over the tasks that the last stage measured."""
     if values is None:
@@ -263,3 +283,71 @@ def _share(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> Floats:
 
 def _or_none(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
+
+
+def run_figures(records: list[Record], last: Measured | None = None, shared_classes: bool = False) -> dict[str, Any]:
+    """
+    Computes all figures from what the stages measured. `last` replaces what the last stage measured.
+    `shared_classes` says whether experts share classes.
+    """
+    if not records:
+        return {}
+    stages = [*records[:-1], last or records[-1]]
+    matrix = _matrix(stages, "accuracy")
+    figures: dict[str, Any] = {
+        "accuracy_matrix": [[None if math.isnan(v) else v for v in row] for row in matrix.tolist()]
+    }
+    if any(record["test_images"] for record in records):
+        known, routing = (np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing"))
+        with warnings.catch_warnings():
+            if shared_classes:
+                # Another expert of the class may be better than the task's own, and nothing leaks.
+                warnings.filterwarnings("ignore", "routed accuracy .* is above", UserWarning)
+            figures |= summarize(matrix, [record["test_images"] for record in records], known, routing)
+        figures["task_known_forgetting"] = forgetting(_matrix(stages, "task_known"))
+    return figures
+
+
+def _matrix(stages: list[dict[str, Any]], name: str) -> Floats:
+    """What each stage measured of each task, (stages, tasks); NaN where it did not."""
+    matrix = np.full((len(stages), len(stages)), np.nan)
+    for row, stage in zip(matrix, stages, strict=True):
+        row[: len(stage[name])] = [np.nan if value is None else value for value in stage[name]]
+    return matrix
+
+
+def task_line(done: int, tasks: int, record: Record, figures: dict[str, Any], classes: int) -> str:
+    """The line that is printed after a task."""
+    names = ", ".join(record["classes"][:4]) + (", …" if len(record["classes"]) > 4 else "")
+    line = f"task {done}/{tasks} {record['name']} ({names}), {record['seconds']:.1f} s"
+    if figures.get("last_accuracy") is None:
+        return f"{line}: no test images"
+    return (
+        f"{line}: accuracy {figures['last_accuracy']:.3f} over {pluralize(classes, 'class')}, "
+        f"{figures['task_known_accuracy']:.3f} with the task known, right expert {figures['routing_accuracy']:.3f}"
+    )
+
+
+class Accuracy:
+    """The default `compute_metrics`: accuracy, over all images at once or, with `batch_eval_metrics`, by batches."""
+
+    def __init__(self) -> None:
+        self.correct, self.images = 0, 0
+
+    def __call__(self, prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
+        logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+        predicted, labels = torch.as_tensor(logits), torch.as_tensor(prediction.label_ids)
+        if predicted.ndim > 1:  # preprocess_logits_for_metrics may have taken the argmax
+            predicted = predicted.argmax(-1)
+        self.correct += int((predicted == labels.to(predicted.device)).sum())
+        self.images += len(labels)
+        if not compute_result:
+            return {}
+        accuracy = self.correct / max(1, self.images)
+        self.correct, self.images = 0, 0
+        return {"accuracy": accuracy}
+
+
+def numbers(figures: dict[str, Any]) -> dict[str, float]:
+    """The figures that are numbers: what logs and tables hold."""
+    return {name: value for name, value in figures.items() if isinstance(value, (int, float))}

@@ -13,7 +13,7 @@ from ..hub.model_card import CARD_NAME, CardFacts, make_card
 from ..tuner.model import LucaModel, tuner_of
 from ..utils import explain_write_errors
 from .batches import ExpertProgressCallback
-from .figures import Accuracy
+from .metrics import Accuracy
 
 
 class PublishingTrainer(Trainer):

@@ -26,7 +26,7 @@ from ..hub.validation import MANIFEST_NAME
 from ..tuner.config import LucaConfig
 from ..utils import LOCK_NAME, atomic_write, explain_write_errors, hold_lock, pluralize, write_json
 from .arguments import CONFIG_RECIPES, RECIPES, ContinualTrainingArguments
-from .figures import Record
+from .metrics import Record
 
 
 RESULTS_FORMAT = 1

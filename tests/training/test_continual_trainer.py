@@ -33,8 +33,7 @@ from transformers import SwinConfig, SwinForImageClassification, Trainer, Traine
 from peft_luca import ContinualTrainer, ImageCollator, LucaConfig, TaskStream, load_experts
 from peft_luca.training import continual_trainer
 from peft_luca.training.arguments import CONFIG_RECIPES, RECIPES
-from peft_luca.training.figures import COMPARING_STAGES
-from peft_luca.training.metrics import summarize
+from peft_luca.training.metrics import COMPARING_STAGES, summarize
 
 
 FOUR = NAMES[:4]

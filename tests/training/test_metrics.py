@@ -147,6 +147,14 @@ def test_bad_task_known_is_refused():
 
 
 @given(matrices())
+def test_forgetting_after_a_stage_is_that_of_the_stages_so_far(case):
+    matrix, counts = case
+    measured = np.where(np.array(counts) > 0, matrix, NAN)
+    expected = [forgetting(measured[: stage + 1]) for stage in range(len(measured))]
+    assert summarize(matrix, counts)["stage_forgetting"] == expected
+
+
+@given(matrices())
 def test_figures_stay_in_bounds(case):
     matrix, counts = case
     result = summarize(matrix, counts)
