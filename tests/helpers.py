@@ -229,6 +229,18 @@ def assert_same(first, second):
     assert not differing
 
 
+def experts_of(trainer):
+    """Every tensor of every expert, copied."""
+    return {name: expert_tensors(trainer.model, name) for name in trainer.tuner.experts}
+
+
+def assert_same_experts(first, second):
+    """Two results of `experts_of` are the same, bit for bit."""
+    assert list(first) == list(second)
+    for name in first:
+        assert_same(first[name], second[name])
+
+
 class ForwardCount:
     """Counts the images that pass through a model's trunk, and the passes."""
 

@@ -28,7 +28,7 @@ from ..tuner.config import LucaConfig
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import LucaLayer, find_layer
 from ..tuner.model import LucaModel, quiet_peft, tuner_of
-from ..utils import InvalidExpertError, atomic_write, check_classes, list_names, show, write_json
+from ..utils import NAME_RULE, InvalidExpertError, atomic_write, check_classes, list_names, show, write_json
 from .validation import (
     MANIFEST_FORMAT,
     MANIFEST_NAME,
@@ -212,7 +212,9 @@ def load_expert(
         rename (`dict`, *optional*): Other names for classes, `{class: name}`.
         model, revision, token, allow_mismatch, statistics: See [`load_experts`].
     """
-    folder = _local(source, revision, token, ["", f"{name}/"] if name else [""], statistics)
+    # A pattern in place of a name would download other experts.
+    places = ["", f"{name}/"] if name and NAME_RULE.fullmatch(name) else [""]
+    folder = _local(source, revision, token, places, statistics)
     if (folder / MANIFEST_NAME).is_file():
         names = read_manifest(folder).names
         if name not in names:

@@ -261,7 +261,10 @@ class ContinualTrainer(PublishingTrainer):
             `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
         """
         if isinstance(eval_dataset, str):
-            eval_dataset = {task.name: task.test for task in self.stream if task.test is not None}[eval_dataset]
+            tests = {task.name: task.test for task in self.stream if task.test is not None}
+            if eval_dataset not in tests:
+                raise ValueError(f"there is no task {eval_dataset!r} with test images, only {', '.join(tests)}.")
+            eval_dataset = tests[eval_dataset]
         if eval_dataset is not None:
             if "labels" not in (getattr(eval_dataset, "column_names", None) or ["labels"]):
                 raise ValueError("eval_dataset needs a column 'labels' of global labels, stream.classes.index(name).")

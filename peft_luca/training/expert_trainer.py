@@ -266,7 +266,10 @@ class ExpertTrainer(PublishingTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
-        if not loss.isfinite():
+        is_finite = loss.isfinite()
+        if self.accelerator.num_processes > 1:  # all processes stop, or none
+            is_finite = self.accelerator.reduce(is_finite.float(), "mean") == 1
+        if not is_finite:
             self._refuse_numbers(f"the loss is {float(loss)}", 1)
         return loss
 

@@ -77,17 +77,9 @@ def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor) -> Tenso
     """
     [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`.
 
-    Runs a shallow copy of the model that shares all its modules except the head: the model itself is not changed, and
-    several threads may call this at once.
+    The model itself is not changed, and several threads may call this at once.
     """
-    trunk = parent = _shallow_copy(getattr(model, "_orig_mod", model))
-    *path, name = head.name.split(".")
-    for part in path:
-        child = _shallow_copy(parent._modules[part])
-        parent._modules[part] = child
-        parent = child
-    parent._modules[name] = _HeadInput(head.input_width)
-    output = trunk(pixel_values)
+    output = _without_head(model, head.name, head.input_width)(pixel_values)
     features: Tensor = output if isinstance(output, Tensor) else output.logits
     if features.ndim != 2 or features.shape[1] != head.input_width:
         raise ValueError(
@@ -95,6 +87,18 @@ def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor) -> Tenso
             "one pooled vector per image."
         )
     return features[:, : head.width]
+
+
+def _without_head(model: nn.Module, head_name: str, input_width: int = 0) -> nn.Module:
+    """A shallow copy of a model that shares all its modules except the head, in whose place its input is returned."""
+    trunk = parent = _shallow_copy(getattr(model, "_orig_mod", model))
+    *path, name = head_name.split(".")
+    for part in path:
+        child = _shallow_copy(parent._modules[part])
+        parent._modules[part] = child
+        parent = child
+    parent._modules[name] = _HeadInput(input_width)
+    return trunk
 
 
 def _shallow_copy(module: Any) -> Any:
@@ -142,11 +146,9 @@ class BackboneFacts:
         torch does not count edits through `.data`: they are noticed by a sample of each tensor's numbers, which may
         miss an edit of a few numbers.
         """
-        tensors = [
-            value
-            for name, value in model.state_dict().items()
-            if not name.startswith(f"{head_name}.") and isinstance(value, Tensor)
-        ]
+        # Of the trunk alone: to list the tensors of a thousand experts takes longer than to look at it.
+        state = _without_head(model, head_name).state_dict()
+        tensors = [value for value in state.values() if isinstance(value, Tensor)]
         version = (tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference()), sample(tensors))
         facts = cls._known.get(model)
         if facts is None or facts.version != version:

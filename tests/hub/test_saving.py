@@ -428,3 +428,15 @@ def test_a_thousand_experts_load_within_a_minute(tmp_path):
     assert time.perf_counter() - started < 60
     assert len(loaded.experts) == 1000
     assert len(loaded.classes) == 10_000
+
+
+def test_a_pattern_in_place_of_a_name_downloads_no_expert(monkeypatch, tmp_path):
+    patterns = []
+    monkeypatch.setattr(
+        "peft_luca.hub.saving.snapshot_download",
+        lambda repo_id, allow_patterns, **kwargs: patterns.extend(allow_patterns) or str(tmp_path),
+    )
+    with pytest.raises(InvalidExpertError, match=r"it has no adapter_config\.json"):
+        load_expert(make_vit(), "owner/birds", "*")
+    assert patterns
+    assert not any("*" in pattern for pattern in patterns)

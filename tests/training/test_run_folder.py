@@ -17,7 +17,9 @@ from filelock import FileLock
 from helpers import (
     NAMES,
     assert_same,
+    assert_same_experts,
     expert_tensors,
+    experts_of,
     files_in,
     make_splits,
     make_stream,
@@ -72,16 +74,6 @@ class Interrupt(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.begun == self.task:
             raise KeyboardInterrupt
-
-
-def experts_of(trainer):
-    return {name: expert_tensors(trainer.model, name) for name in trainer.tuner.experts}
-
-
-def assert_same_experts(first, second):
-    assert list(first) == list(second)
-    for name in first:
-        assert_same(first[name], second[name])
 
 
 def shape(matrix):
