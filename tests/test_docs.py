@@ -352,9 +352,10 @@ def test_cost_and_reliability_pages_have_the_figures_of_the_results():
         f"train in {results_of('memory.json', 'rss_anon_beyond_gib'):.2f} GiB of anonymous memory",
     ]
     reliability = [
-        f"sample of {mutation['mutants']} places, one at a time. The tests of version 0.1 notice {mutation['killed']} of them "
+        f"sample of {mutation['mutants']} places, one at a time. "
+        f"The tests of version 0.1 notice {mutation['killed']} of them "
         f"({100 * mutation['share_killed']:.1f} %)",
-        f"the last run {run['passed']:,} tests passed and none failed",
+        f"the last run, of version 0.1, {run['passed']:,} tests passed and none failed",
         f"| {sum(kills['killed'].values())}, after which {kills['runs']} runs ended",
         f"{kills['differing']} differed, {kills['failed']} failed",
         f"{measured['add_delete_rounds']:,} rounds, memory grown by {mib['add_delete_grown_bytes']} |",
