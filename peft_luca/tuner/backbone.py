@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -18,12 +17,11 @@ from tqdm.auto import tqdm
 
 from .config import LucaConfig
 from .head import Head
-from .layer import LucaLayer
+from .layer import LucaLayer, cls_of
 
 
 REFERENCE_PICTURES = 192
 REFERENCE_BATCH = 16
-REFERENCE_SEED = 0
 # A trunk that interpolates its positions gets pictures of this many patches a side, which takes seconds where its own
 # size would take minutes. Another trunk gets pictures of its own size, the only one that it takes.
 REFERENCE_PATCHES = 8
@@ -40,13 +38,10 @@ NOT_OF_THE_TRUNK = (
 BACKBONE_TOLERANCE = 0.05
 
 
-def draw_reference_pictures(count: int, size: int, seed: int = REFERENCE_SEED) -> np.ndarray:
+def draw_reference_pictures(count: int, size: int, seed: int = 0) -> np.ndarray:
     """
-    Draws the reference pictures: one to eight ellipses and boxes of random colours on a plain ground, the same on
-    every machine. A smaller set is the beginning of a larger one.
-
-    Returns:
-        `numpy.ndarray` of shape `(count, size, size, 3)`: uint8, RGB.
+    Draws the reference pictures, `(count, size, size, 3)` of uint8 RGB: one to eight ellipses and boxes of random
+    colours on a plain ground, the same on every machine. A smaller set is the beginning of a larger one.
     """
     rng = np.random.RandomState(seed)  # the legacy generator's stream is frozen across versions of numpy
     y, x = np.mgrid[0:size, 0:size] / size
@@ -61,17 +56,6 @@ def draw_reference_pictures(count: int, size: int, seed: int = REFERENCE_SEED) -
     return pictures
 
 
-class _HeadInput(nn.Module):
-    """Stands in for the head and returns its input."""
-
-    def __init__(self, in_features: int) -> None:
-        super().__init__()
-        self.in_features = self.out_features = in_features
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return x
-
-
 @torch.no_grad()
 def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor) -> Tensor:
     """
@@ -79,17 +63,11 @@ def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor) -> Tenso
 
     The model itself is not changed, and several threads may call this at once.
     """
-    output = _without_head(model, head.name, head.input_width)(pixel_values)
-    features: Tensor = output if isinstance(output, Tensor) else output.logits
-    if features.ndim != 2 or features.shape[1] != head.input_width:
-        raise ValueError(
-            f"the head reads a tensor of shape (batch, {head.input_width}), got {tuple(features.shape)}. LuCA reads "
-            "one pooled vector per image."
-        )
-    return features[:, : head.width]
+    output = _without_head(model, head.name)(pixel_values)
+    return cls_of(output if isinstance(output, Tensor) else output.logits, head.width, head.input_width)
 
 
-def _without_head(model: nn.Module, head_name: str, input_width: int = 0) -> nn.Module:
+def _without_head(model: nn.Module, head_name: str) -> nn.Module:
     """A shallow copy of a model that shares all its modules except the head, in whose place its input is returned."""
     trunk = parent = _shallow_copy(getattr(model, "_orig_mod", model))
     *path, name = head_name.split(".")
@@ -97,7 +75,7 @@ def _without_head(model: nn.Module, head_name: str, input_width: int = 0) -> nn.
         child = _shallow_copy(parent._modules[part])
         parent._modules[part] = child
         parent = child
-    parent._modules[name] = _HeadInput(input_width)
+    parent._modules[name] = nn.Identity()
     return trunk
 
 
@@ -115,10 +93,9 @@ class BackboneFacts:
     What is known of a backbone, whatever its experts: computed once for the weights that it has.
 
     Attributes:
-        fingerprint (`str` or `None`):
-            SHA-256 over the sorted digests of the trunk's tensors, without the head and without names. `None` while
-            the weights are on the meta device.
+        fingerprint (`str` or `None`): See [`fingerprint`]. `None` while the weights are on the meta device.
         architecture (`dict`): The model's class and its config, without the entries that do not move [CLS].
+        image_size (`int` or `None`): Side of the reference pictures in pixels.
     """
 
     _known: ClassVar[WeakKeyDictionary[nn.Module, BackboneFacts]] = WeakKeyDictionary()
@@ -130,25 +107,23 @@ class BackboneFacts:
         settings: dict[str, Any] = getattr(config, "to_dict", dict)()
         self.architecture = {name: value for name, value in settings.items() if name not in NOT_OF_THE_TRUNK}
         self.architecture["class"] = type(model).__qualname__
-        self.model_type = getattr(config, "model_type", None)
         self.image_size = _first(getattr(config, "image_size", None))
-        self.patch_size = _first(getattr(config, "patch_size", None))
+        patch_size = _first(getattr(config, "patch_size", None))
+        if getattr(config, "model_type", None) in INTERPOLATING and self.image_size and patch_size:
+            self.image_size = min(self.image_size, REFERENCE_PATCHES * patch_size)
         self.channels = getattr(config, "num_channels", 3)
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-        self.device = None if first is None else first.device
-        self.dtype = None if first is None else first.dtype
+        self.device, self.dtype = getattr(first, "device", None), getattr(first, "dtype", None)
         self._reference: Reference | None = None
 
     @classmethod
     def of(cls, model: nn.Module, head_name: str) -> BackboneFacts:
         """
-        Facts of a model whose head is called `head_name`, computed anew only when a tensor of the trunk was changed.
-        torch does not count edits through `.data`: they are noticed by a sample of each tensor's numbers, which may
-        miss an edit of a few numbers.
+        Facts of a model, computed anew only when a tensor of the trunk was changed. torch does not count edits through
+        `.data`: a sample of each tensor's numbers notices them, which may miss an edit of a few numbers.
         """
         # Of the trunk alone: to list the tensors of a thousand experts takes longer than to look at it.
-        state = _without_head(model, head_name).state_dict()
-        tensors = [value for value in state.values() if isinstance(value, Tensor)]
+        tensors = [t for t in _without_head(model, head_name).state_dict().values() if isinstance(t, Tensor)]
         version = (tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference()), sample(tensors))
         facts = cls._known.get(model)
         if facts is None or facts.version != version:
@@ -163,20 +138,13 @@ class BackboneFacts:
         """
         if self._reference is not None:
             return self._reference
-        if self.fingerprint is None:
+        if self.fingerprint is None or self.dtype is None or self.image_size is None:
+            lacking = "config.image_size" if self.image_size is None else "weights that are not on the meta device"
             raise ValueError(
-                "the reference needs the backbone's weights, which are on the meta device. Load them with "
-                "AutoModelForImageClassification.from_pretrained, outside of torch.device('meta')."
+                f"the reference needs {lacking}. Load the backbone with from_pretrained. "
+                "Use LucaConfig(reference=False) to train on [CLS] as it is."
             )
-        size = self.image_size
-        if size is None or self.dtype is None:
-            raise ValueError(
-                "the reference needs config.image_size and the backbone's weights, and this model lacks them. Use "
-                "LucaConfig(reference=False) to train on [CLS] as it is."
-            )
-        if self.model_type in INTERPOLATING and self.patch_size:
-            size = min(size, REFERENCE_PATCHES * self.patch_size)
-        pictures = torch.from_numpy(draw_reference_pictures(REFERENCE_PICTURES, size)).permute(0, 3, 1, 2)
+        pictures = torch.from_numpy(draw_reference_pictures(REFERENCE_PICTURES, self.image_size)).permute(0, 3, 1, 2)
         if self.channels != 3:
             pictures = pictures.float().mean(dim=1, keepdim=True).expand(-1, self.channels, -1, -1)
         features = [
@@ -238,9 +206,6 @@ def check_backbone(
     """
     Compare the backbone with the one on which an expert was trained, before anything is changed: by fingerprint, and
     where that differs (another dtype, a quantized trunk) by [CLS] on the reference pictures.
-
-    Raises:
-        ValueError: it is another backbone, and `config.allow_mismatch` is not set.
     """
     if config.allow_mismatch or config.fingerprint is None:
         return
@@ -256,8 +221,13 @@ def check_backbone(
     saved = _saved_reference(state_dict)
     if saved is None:
         raise ValueError(f"{refusal}, and it has no reference to compare [CLS] by. {remedy}")
-    with _eval_mode(model):
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()  # without dropout
         distance = reference_distance(saved, backbone.reference(partial(pooled_features, model, head)))
+    finally:
+        for module in training:
+            module.training = True
     if not distance <= BACKBONE_TOLERANCE:
         raise ValueError(
             f"{refusal}: [CLS] on the reference pictures is {distance:.3g} deviations away, more than "
@@ -270,18 +240,6 @@ def check_backbone(
     )
 
 
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switches dropout off, and the modes of all modules back."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def _saved_reference(tensors: Mapping[str, Tensor]) -> Reference | None:
     """The reference among an expert's tensors; `None` where it was never computed."""
     found = [t for part in ("mean", "std") for key, t in tensors.items() if key.endswith(f"luca_reference_{part}")]
@@ -289,12 +247,7 @@ def _saved_reference(tensors: Mapping[str, Tensor]) -> Reference | None:
 
 
 def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: Mapping[str, Tensor]) -> None:
-    """
-    Refuse weights of another backbone for an expert that the model has already: PEFT then never reads their config.
-
-    Raises:
-        ValueError: the reference in the file differs from the expert's.
-    """
+    """Refuses weights of another backbone for an expert that is there already: PEFT never reads their config then."""
     saved = _saved_reference(state_dict)
     here = layer.luca_reference_mean[adapter_name], layer.luca_reference_std[adapter_name]
     if saved is None or here[0].is_meta or is_identity(*here):
@@ -303,6 +256,5 @@ def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: Mappin
     if not distance <= BACKBONE_TOLERANCE:
         raise ValueError(
             f"these weights for expert {adapter_name!r} come from another backbone: their reference is {distance:.3g} "
-            f"deviations away from the expert's, more than {BACKBONE_TOLERANCE}. Load them under another name, on the "
-            "backbone on which they were trained."
+            f"deviations away from the expert's, more than {BACKBONE_TOLERANCE}. Load them on that backbone."
         )

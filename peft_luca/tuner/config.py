@@ -39,8 +39,7 @@ class LucaConfig(PeftConfig):
             Defaults to the names in the base model's `config.id2label`.
         reduction (`int`, *optional*, defaults to `16`):
             Both branches are `d // reduction` wide, where d is the width of [CLS] (768 → 48).
-        adapter_width, calibrator_width (`int`, *optional*):
-            Widths of the branches' bottlenecks, in place of `d // reduction`.
+        adapter_width, calibrator_width (`int`, *optional*): Widths of the branches, in place of `d // reduction`.
         arrangement (`str`, *optional*, defaults to `"adapter_calibrator"`):
             `"adapter_calibrator"` is the method: learn, then calibrate. `"calibrator_adapter"`, `"parallel"`
             (z ⊙ gate(z) + LN(mlp(z))), `"adapter"` and `"calibrator"` are the paper's ablations.
@@ -60,14 +59,10 @@ class LucaConfig(PeftConfig):
         pooled (`str`, *optional*, defaults to `"cls"`):
             `"cls"` accepts only models whose head reads [CLS]. `"any"` accepts any pooled vector, which is outside
             the method.
-        target_modules (`str` or `list[str]`, *optional*):
-            Name of the model's head. Not needed for the image classifiers of transformers.
-        fingerprint (`str`, *optional*):
-            Digest of the backbone on which the expert was trained. Filled in by [`LucaModel`].
-        allow_mismatch (`bool`, *optional*, defaults to `False`):
-            Load the expert even on a backbone on which it was not trained. Not saved.
-        read_with (`str`, *optional*):
-            What is needed to load the file. Filled in.
+        target_modules (`str` or `list[str]`, *optional*): Name of the model's head, if it is no `classifier`.
+        fingerprint (`str`, *optional*): Digest of the backbone on which the expert was trained. Filled in.
+        allow_mismatch (`bool`, *optional*, defaults to `False`): Load on any backbone. Not saved.
+        read_with (`str`, *optional*): What is needed to load the file. Filled in.
 
     Raises:
         ValueError: a field has a value that is not among those above, or `task_type` is set.
@@ -103,8 +98,8 @@ class LucaConfig(PeftConfig):
         self.filled: set[str] = set()  # fields that were left at None and have been filled
         if self.task_type is not None:
             raise ValueError(
-                f"task_type is {self.task_type!r}, but LucaConfig needs task_type=None: PEFT has no type for images, "
-                "and its types would move the head away from the expert, which owns its class rows."
+                f"task_type is {self.task_type!r}, but LucaConfig needs task_type=None: PEFT's types would move the "
+                "head away from the expert, which owns its class rows."
             )
         for entry in fields(self):
             choices, value = entry.metadata.get("choices"), getattr(self, entry.name)
@@ -136,7 +131,7 @@ class LucaConfig(PeftConfig):
         return replace(self, fingerprint=None, inference_mode=False, **filled)
 
     def widths(self, width: int) -> tuple[int, int]:
-        """Widths of the adapter's and of the calibrator's bottleneck, for a [CLS] of `width` numbers."""
+        """Widths of the adapter's and of the calibrator's bottleneck, for [CLS] of width d."""
         reduced = width // self.reduction
         widths = (self.adapter_width or reduced, self.calibrator_width or reduced)
         if min(widths) < 1:

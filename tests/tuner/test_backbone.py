@@ -187,12 +187,12 @@ def test_a_trunk_that_interpolates_gets_small_pictures():
 
 
 @pytest.mark.parametrize(
-    ("device", "message"), [("meta", "which are on the meta device"), ("cpu", "needs config.image_size")]
+    ("device", "size", "message"), [("meta", 16, "not on the meta device"), ("cpu", None, "needs config.image_size")]
 )
-def test_a_reference_needs_weights_and_a_picture_size(device, message):
+def test_a_reference_needs_weights_and_a_picture_size(device, size, message):
     with torch.device(device):
         base = make_vit()
-    base.config.__dict__["image_size"] = None
+    base.config.__dict__["image_size"] = size
     model = get_peft_model(base, LucaConfig(classes=["a"]))
     with pytest.raises(ValueError, match=message):
         model.compute_reference()
