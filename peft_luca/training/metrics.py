@@ -272,33 +272,6 @@ def _or_none(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def run_figures(records: list[Record], last: Measured | None = None, shared_classes: bool = False) -> dict[str, Any]:
-    """
-    Computes all figures from what the stages measured. `last` replaces what the last stage measured.
-    `shared_classes` says whether experts share classes.
-    """
-    stages = [*records[:-1], last or records[-1]]
-    matrix = _matrix(stages, "accuracy")
-    figures: dict[str, Any] = {"accuracy_matrix": [[_or_none(value) for value in row] for row in matrix]}
-    if any(record["test_images"] for record in records):
-        known, routing = (np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing"))
-        with warnings.catch_warnings():
-            if shared_classes:
-                # Another expert of the class may be better than the task's own, and nothing leaks.
-                warnings.filterwarnings("ignore", "routed accuracy .* is above", UserWarning)
-            figures |= summarize(matrix, [record["test_images"] for record in records], known, routing)
-        figures["task_known_forgetting"] = forgetting(_matrix(stages, "task_known"))
-    return figures
-
-
-def _matrix(stages: list[dict[str, Any]], name: str) -> Floats:
-    """What each stage measured of each task, (stages, tasks); NaN where it did not."""
-    matrix = np.full((len(stages), len(stages)), np.nan)
-    for row, stage in zip(matrix, stages, strict=True):
-        row[: len(stage[name])] = [np.nan if value is None else value for value in stage[name]]
-    return matrix
-
-
 def task_line(done: int, tasks: int, record: Record, figures: dict[str, Any], classes: int) -> str:
     """The line that is printed after a task."""
     names = ", ".join(record["classes"][:4]) + (", …" if len(record["classes"]) > 4 else "")
