@@ -37,6 +37,7 @@ def out(tmp_path):
 def _move_cache(patch, folder):
     patch.setattr("datasets.config.HF_DATASETS_CACHE", str(folder))
     patch.setenv("HF_DATASETS_CACHE", str(folder))
+    patch.setattr("peft_luca.tuner.reference.REFERENCES", folder / "references")
 
 
 @pytest.fixture(scope="session", autouse=True)

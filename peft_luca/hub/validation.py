@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..routing.statistics import ClassStatistics
 from ..tuner.config import LucaConfig
+from ..tuner.reference import whitened_directions
 from ..utils import NAME_RULE, InvalidExpertError, check_classes, show
 
 
@@ -105,6 +106,8 @@ def expert_shapes(config: LucaConfig, width: int) -> dict[str, tuple[int, ...]]:
         shapes |= {"luca_calibrator_down.weight": (calibrator, width)}
         shapes |= {"luca_calibrator_up.weight": (width, calibrator)}
     shapes |= {"luca_class_rows": (len(config.classes or ()), width), "luca_scale": ()}
+    if config.whitening:
+        shapes["luca_whitening"] = (width, whitened_directions(width))
     return {**shapes, "luca_reference_mean": (width,), "luca_reference_std": (width,)}
 
 
@@ -128,6 +131,8 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
             raise InvalidExpertError(f"{path}: {name} holds numbers that are not finite, or above {MAX_NUMBER:g}.")
         if name.endswith("luca_reference_std") and not (tensor >= MIN_DEVIATION).all():
             raise InvalidExpertError(f"{path}: {name} holds deviations below {MIN_DEVIATION:g}.")
+        if name.endswith("luca_whitening") and not (tensor.abs() <= 1).all():
+            raise InvalidExpertError(f"{path}: {name} holds numbers above 1, which no direction has.")
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
