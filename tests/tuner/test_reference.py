@@ -132,7 +132,7 @@ def test_a_spoilt_reference_on_disk_is_measured_again(spoil):
     again = new_expert()
     again.compute_reference()
     assert_same(references(again), references(first))
-    assert_same(load(path.read_bytes()), before)
+    assert_same(dict(sorted(load(path.read_bytes()).items())), dict(sorted(before.items())))
 
 
 def test_a_reference_that_cannot_be_kept_is_used_all_the_same(monkeypatch, tmp_path):
