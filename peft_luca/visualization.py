@@ -104,8 +104,6 @@ def tsne(model: PeftModel, features: Features, seed: int = 0) -> Figure:
     from sklearn.manifold import TSNE
 
     measured = _measure(model, features)
-    if len(measured.features) < 4:
-        raise ValueError(f"t-SNE needs at least 4 images, got {len(measured.features)}.")
     perplexity = min(30.0, (len(measured.features) - 1) / 3)
     plane = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(measured.features.float().numpy())
     experts = list(model.experts)

@@ -43,7 +43,7 @@ Header = Mapping[str, tuple[str, list[int]]]  # tensor name -> dtype, shape
 def read_config(folder: Path) -> LucaConfig:
     """Reads the config of the expert in a folder. Unknown keys are refused."""
     path = folder / CONFIG_NAME
-    values = _read_json(path)
+    values = read_json(path)
     if values.get("peft_type") != "LUCA":
         kind = show(values.get("peft_type"))
         raise InvalidExpertError(f"{path} holds an adapter of type {kind}, not a LuCA expert.")
@@ -77,7 +77,7 @@ class Manifest(NamedTuple):
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of the collection in a folder. Names that leave the folder are refused."""
     path = folder / MANIFEST_NAME
-    manifest = _read_json(path)
+    manifest = read_json(path)
     if manifest.get("format") != MANIFEST_FORMAT:
         found = show(manifest.get("format"))
         raise InvalidExpertError(f"{path} has the format {found}, and this version reads {MANIFEST_FORMAT}.")
@@ -206,7 +206,8 @@ def _check_statistics(tensors: Mapping[str, Tensor]) -> None:
         require(possible, "random_sums must be from 0 to what the classes' images can sum up to")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that must hold an object."""
     _check_size(path, MAX_JSON_BYTES)
     try:
         values = json.loads(path.read_bytes())

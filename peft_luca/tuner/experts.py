@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -18,6 +18,14 @@ MERGE_REFUSED = (
     "a LuCA expert cannot be merged: it does not change the backbone's weights, it is a module between [CLS] and its "
     "own class rows. Use the model as it is, or call unload() to get the backbone back."
 )
+
+
+class NewExpert(NamedTuple):
+    """An expert as its files have it, read and checked."""
+
+    config: LucaConfig
+    tensors: dict[str, Tensor]
+    statistics: ClassStatistics | None
 
 
 class ExpertStore(nn.Module, BaseTunerLayer):
