@@ -1,4 +1,4 @@
-"""Images of any kind -> RGB images for the image processor, and checks that processor and backbone fit together."""
+"""Images of any kind -> upright RGB images for the image processor, and random crops of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from PIL import ExifTags, Image, ImageOps
-from torch import Tensor, nn
+from torch import nn
 
 
 # EXIF orientation -> what turns the image upright.
@@ -131,38 +131,6 @@ def undecoded(dataset: Any, image_column: str) -> Any:
 def channels_of(model: nn.Module) -> int:
     """Returns the number of color channels that a backbone takes."""
     return int(getattr(getattr(model, "config", None), "num_channels", None) or 3)
-
-
-def blank_pixels(processing_class: Any, channels: int, size: tuple[int, int] = (32, 32)) -> Tensor:
-    """Returns the pixel values of one black image of `size` (width, height)."""
-    image = Image.new("L" if channels == 1 else "RGB", size)
-    pixels: Tensor = processing_class(images=[image], return_tensors="pt")["pixel_values"]
-    return pixels
-
-
-@torch.no_grad()
-def check_processor(processing_class: Any, model: nn.Module) -> None:
-    """Checks that the backbone accepts what the image processor makes: the number of channels and the size."""
-    name, channels = type(processing_class).__name__, channels_of(model)
-    size: Any = getattr(getattr(model, "config", None), "image_size", None)
-    height, width = size if isinstance(size, (list, tuple)) and len(size) == 2 else (size, size)
-    remedy = "Load the processor of this backbone with AutoImageProcessor.from_pretrained, or set its"
-    try:
-        pixels = blank_pixels(processing_class, channels, (width, height) if height and width else (32, 32))
-    except ValueError as error:
-        problem = f"{name} cannot make images of num_channels={channels}, which the backbone takes: {error}"
-        raise ValueError(f"{problem}. {remedy} image_mean and image_std to as many numbers.") from error
-    if pixels.shape[1] != channels:
-        problem = f"{name} makes images of {pixels.shape[1]} channels, but the backbone has num_channels={channels}"
-        raise ValueError(f"{problem}. {remedy} do_convert_rgb.")
-    if not height or tuple(pixels.shape[2:]) == (height, width):
-        return
-    parameter = next(model.parameters())
-    try:  # some backbones take images of any size
-        model(pixels.to(parameter.device, parameter.dtype))
-    except Exception as error:  # each backbone raises errors of its own here
-        sizes = f"{pixels.shape[2]} × {pixels.shape[3]}, but the backbone takes {height} × {width}"
-        raise ValueError(f"{name} makes images of {sizes}: {error} {remedy} size.") from error
 
 
 def image_size(processing_class: Any) -> tuple[int, int]:

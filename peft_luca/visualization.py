@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -38,24 +38,16 @@ MARKERS = "osD^vP*"
 HATCHES = ("", "///")
 NAMED = 12  # with more tasks, numbers in cells are left out
 IMAGES = 2000  # at most so many images, evenly spaced, where each is a point
+BELOW: dict[str, Any] = {"loc": "outside lower center", "ncols": 2, "frameon": False}  # a legend
 
-
-class FeaturesOfTask(Protocol):
-    """[CLS] of a task's images, and their labels."""
-
-    features: Tensor  # (images, d)
-    labels: Tensor  # (images,), the expert's own ids
-
-
-Features: TypeAlias = Mapping[str, FeaturesOfTask]
+Features: TypeAlias = Mapping[str, Any]  # FeatureDataset by expert; data/ imports nothing from here
 
 
 def accuracy_matrix(results: Mapping[str, Any]) -> Figure:
     """Accuracy on every task (columns) after every stage (rows), routed, in per cent."""
     matrix = _measured(results.get("accuracy_matrix") or [[]])
-    figure, axes = _figure(1, 4.8, 4.0)
-    _heat(axes[0], 100 * matrix, figure)
-    axes[0].set(xlabel="task", ylabel="after stage", title="Accuracy, routed (%)")
+    figure, (axes,) = _figure(4.8, 4.0, xlabel="task", ylabel="after stage", title="Accuracy, routed (%)")
+    _heat(axes, 100 * matrix)
     return figure
 
 
@@ -64,16 +56,14 @@ def accuracy_over_stream(results: Mapping[str, Any]) -> Figure:
     lines = {"accuracy over all classes seen": _measured(results.get("stage_accuracies") or [])}
     if results.get("stage_forgetting"):
         lines["forgetting"] = np.array(results["stage_forgetting"], dtype=float)
-    figure, axes = _figure(1, 5.6, 3.6)
+    figure, (axes,) = _figure(5.6, 3.6, xlabel="tasks learned", ylabel="%", title="Accuracy over the stream")
     for i, (label, values) in enumerate(lines.items()):
         style: dict[str, Any] = {"marker": MARKERS[i], "linestyle": ("-", "--")[i], "color": COLORS[(0, 3)[i]]}
-        axes[0].plot(np.arange(1, len(values) + 1), 100 * values, label=label, **style)
-    axes[0].set(xlabel="tasks learned", ylabel="%", title="Accuracy over the stream")
-    axes[0].set_ylim(min(0.0, *(100 * np.nanmin(values, initial=0.0) for values in lines.values())) - 2, 102)
-    stages = len(lines["accuracy over all classes seen"])
-    axes[0].set_xticks(range(1, stages + 1, -(-stages // NAMED)))
-    axes[0].grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+        axes.plot(np.arange(1, len(values) + 1), 100 * values, label=label, **style)
+    stages, lowest = max(map(len, lines.values())), min(np.nanmin(values, initial=0.0) for values in lines.values())
+    axes.set(ylim=(100 * lowest - 2, 102), xticks=range(1, stages + 1, -(-stages // NAMED)))
+    axes.grid(axis="y", alpha=0.3)
+    figure.legend(**BELOW)
     return figure
 
 
@@ -85,9 +75,8 @@ def routing_confusion(model: PeftModel, features: Features) -> Figure:
     for row, given in zip(shares, features.values(), strict=True):
         chosen = [model.route_features(z.to(device)).expert.cpu() for z in given.features.split(4096)]
         row[:] = torch.bincount(torch.cat(chosen), minlength=len(experts)).numpy() / len(given.features)
-    figure, axes = _figure(1, 5.2, 4.2)
-    _heat(axes[0], 100 * shares, figure, rows=list(features), columns=experts)
-    axes[0].set(xlabel="routed to expert", ylabel="task of the image", title="Routing (%)")
+    figure, (axes,) = _figure(5.2, 4.2, xlabel="routed to expert", ylabel="task of the image", title="Routing (%)")
+    _heat(axes, 100 * shares, rows=list(features), columns=experts)
     return figure
 
 
@@ -96,15 +85,16 @@ def entropy_histograms(model: PeftModel, features: Features) -> Figure:
     measured = _measure(model, features)
     right = measured.entropies.gather(1, measured.task[:, None])[:, 0]
     others = torch.ones_like(measured.entropies, dtype=torch.bool).scatter_(1, measured.task[:, None], False)
-    figure, axes = _figure(1, 5.6, 3.6)
+    figure, (axes,) = _figure(
+        5.6, 3.6, xlabel="entropy over all classes (nats)", ylabel="% of images", title="Entropy of the experts"
+    )
     edges = list(np.linspace(0, max(1e-6, float(measured.entropies.max())), 31))
     for i, (label, values) in enumerate({"right expert": right, "other experts": measured.entropies[others]}.items()):
         weights = np.full(len(values), 100 / max(1, len(values)))
         style: dict[str, Any] = {"color": COLORS[(1, 4)[i]], "hatch": HATCHES[i], "alpha": (1.0, 0.7)[i]}
         style |= {"edgecolor": "black", "linewidth": 0.5}
-        axes[0].hist(values.numpy(), bins=edges, weights=weights, label=label, **style)
-    axes[0].set(xlabel="entropy over all classes (nats)", ylabel="% of images", title="Entropy of the experts")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+        axes.hist(values.numpy(), bins=edges, weights=weights, label=label, **style)
+    figure.legend(**BELOW)
     return figure
 
 
@@ -114,19 +104,16 @@ def tsne(model: PeftModel, features: Features, seed: int = 0) -> Figure:
     from sklearn.manifold import TSNE
 
     measured = _measure(model, features)
-    if len(measured.features) < 4:
-        raise ValueError(f"t-SNE needs at least 4 images, got {len(measured.features)}.")
     perplexity = min(30.0, (len(measured.features) - 1) / 3)
     plane = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(measured.features.float().numpy())
     experts = list(model.experts)
-    figure, axes = _figure(1, 6.0, 5.0)
+    figure, (axes,) = _figure(6.0, 5.0, xticks=[], yticks=[], title="[CLS] of the test images, by t-SNE")
     for i, name in enumerate(features):
         points = plane[(measured.task == experts.index(name)).numpy()]
         style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": COLORS[i % len(COLORS)]}
-        axes[0].scatter(points[:, 0], points[:, 1], s=28, edgecolors="black", linewidths=0.4, label=name, **style)
+        axes.scatter(points[:, 0], points[:, 1], s=28, edgecolors="black", linewidths=0.4, label=name, **style)
     wrong = plane[(measured.expert != measured.task).numpy()]
-    axes[0].scatter(wrong[:, 0], wrong[:, 1], s=90, facecolors="none", edgecolors="black", label="misrouted")
-    axes[0].set(xticks=[], yticks=[], title="[CLS] of the test images, by t-SNE")
+    axes.scatter(wrong[:, 0], wrong[:, 1], s=90, facecolors="none", edgecolors="black", label="misrouted")
     if len(features) <= 2 * NAMED:
         figure.legend(loc="outside right upper", frameon=False)
     return figure
@@ -147,25 +134,22 @@ def misrouted_images(
     wrong.sort(key=lambda row: (labels[row] == predicted[row], float(measured.entropies[row, measured.expert[row]])))
     wrong = wrong[:limit]
     if not wrong:
-        figure, axes = _figure(1, 4.8, 1.6)
-        axes[0].text(0.5, 0.5, "every image was routed to the expert of its task", ha="center", va="center")
-        axes[0].set_axis_off()
+        figure, (empty,) = _figure(4.8, 1.6)
+        empty.text(0.5, 0.5, "every image was routed to the expert of its task", ha="center", va="center")
+        empty.set_axis_off()
         return figure
     shown = min(len(experts), NAMED)
-    figure, axes = _figure(2, 7.6, len(wrong) * (0.6 + 0.2 * shown), rows=len(wrong))
+    figure, axes = _figure(7.6, len(wrong) * (0.6 + 0.2 * shown), rows=len(wrong), columns=2)
     for picture, bars, row in zip(axes[::2], axes[1::2], wrong, strict=True):
         own, chosen = int(measured.task[row]), int(measured.expert[row])
         picture.imshow(to_rgb(images[experts[own]][int(measured.row[row])]))
         picture.set_title(f"{labels[row]} ({experts[own]}), predicted {predicted[row]}", fontsize=8)
         picture.set_axis_off()
         lowest = measured.entropies[row].topk(shown, largest=False).indices.sort().values.tolist()
-        drawn = bars.barh(range(shown), measured.entropies[row, lowest].numpy(), edgecolor="black")
-        for bar, t in zip(drawn, lowest, strict=True):
-            bar.set_facecolor(COLORS[1] if t == chosen else COLORS[4])
-            bar.set_hatch(HATCHES[1] if t == own else "")
         best = [f"{experts[t]}: {classes[int(measured.best[row, t])]}" for t in lowest]
-        bars.set_yticks(range(shown), best, fontsize=8)
-        bars.tick_params(axis="x", labelsize=8)
+        colors, hatches = [COLORS[1 if t == chosen else 4] for t in lowest], [HATCHES[t == own] for t in lowest]
+        bars.barh(best, measured.entropies[row, lowest].numpy(), color=colors, hatch=hatches, edgecolor="black")
+        bars.tick_params(labelsize=8)
         bars.invert_yaxis()
     axes[-1].set_xlabel("entropy in nats (dark: routed to, hatched: its own task)", fontsize=8)
     figure.suptitle("Routed to another task's expert", fontsize=10)
@@ -238,21 +222,18 @@ def _measured(values: Any) -> Any:
     return measured
 
 
-def _figure(columns: int, width: float, height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **of_axes: Any) -> tuple[Figure, list[Axes]]:
     """A figure that is not pyplot's, which would keep it in memory and might open a window."""
     check_installed("matplotlib.figure")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+    return figure, list(figure.subplots(rows, columns, squeeze=False, subplot_kw=of_axes).flat)
 
 
-def _heat(
-    axes: Axes, values: Any, figure: Figure, rows: Sequence[str] | None = None, columns: Sequence[str] | None = None
-) -> None:
+def _heat(axes: Axes, values: Any, rows: Sequence[str] | None = None, columns: Sequence[str] | None = None) -> None:
     """A heat map of per cents, with numbers and names where there is room for them."""
-    image = axes.imshow(values, vmin=0, vmax=100, cmap=HEAT)
-    figure.colorbar(image, ax=axes, shrink=0.8)
+    axes.figure.colorbar(axes.imshow(values, vmin=0, vmax=100, cmap=HEAT), ax=axes, shrink=0.8)
     if max(values.shape) <= NAMED:
         for (i, j), value in np.ndenumerate(values):
             if not np.isnan(value):

@@ -127,8 +127,6 @@ def test_tsne_has_a_point_for_every_image_and_a_ring_around_each_misrouted_one(m
     assert len(points[3].get_offsets()) == wrong > 0
     monkeypatch.setattr(plots, "IMAGES", 12)  # at most so many, evenly spaced: four of each of the three tasks
     assert [len(part.get_offsets()) for part in plots.tsne(model, features).axes[0].collections[:3]] == [4, 4, 4]
-    with pytest.raises(ValueError, match="t-SNE needs at least 4 images, got 3"):
-        plots.tsne(model, {"plain": FeatureDataset(torch.zeros(3, 32), torch.zeros(3, dtype=torch.long))})
 
 
 def test_misrouted_images_show_what_every_expert_predicts(model_and_features):

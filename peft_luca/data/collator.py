@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..preprocessing import MissingSourceError, blank_pixels, image_size, random_crop_and_flip, to_rgb
+from ..preprocessing import MissingSourceError, image_size, random_crop_and_flip, to_rgb
 
 
 ROW = "__row__"  # the key of a row's number among its columns
@@ -45,15 +45,15 @@ class ImageCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         # The share of a process in a short batch may be empty, but a backbone needs an image. Losses ignore -100.
         if not rows:
-            return {"pixel_values": blank_pixels(self.processing_class, self.channels), "labels": torch.tensor([-100])}
+            plain = ImageCollator(self.processing_class, "image", channels=self.channels)
+            return plain([{"image": Image.new("RGB", (32, 32)), "labels": -100}])
         images, options = [self._read(row[self.image_column]) for row in rows], {}
         if self.augmentation:
             size, options = image_size(self.processing_class), {"do_resize": False, "do_center_crop": False}
             images = [random_crop_and_flip(images[i], *size, self._generator(row)) for i, row in enumerate(rows)]
         batch = {"pixel_values": self.processing_class(images=images, return_tensors="pt", **options)["pixel_values"]}
         if "labels" in rows[0]:
-            labels = [row["labels"] for row in rows]
-            labels = [label.item() if hasattr(label, "item") else label for label in labels]  # of NumPy or torch
+            labels = [int(row["labels"]) for row in rows]
             ids = {label: label for label in labels} if self.label_ids is None else self.label_ids
             if unknown := set(labels) - set(ids):
                 raise ValueError(f"an image has the label {min(unknown)}, but the experts' classes are {sorted(ids)}.")

@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from datasets import ClassLabel, Dataset, Image, Value
 
 from ..utils import list_names
 
+
+if TYPE_CHECKING:
+    from typing import Self  # not in Python 3.10
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from .model_card import (
     make_card,
 )
 from .saving import EXPERT_FILES, save_expert, save_experts
-from .validation import MANIFEST_NAME
+from .validation import MANIFEST_NAME, read_json
 
 
 logger = logging.get_logger(__name__)
@@ -222,13 +221,11 @@ def _base_model(api: HfApi, tuner: LucaModel, given: str | None) -> str | None:
 
 def _set_base_model(folder: Path, base_model: str | None) -> None:
     """Names the backbone in an expert's config by its Hub id, in place of where it was loaded from."""
-    values = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    write_json(folder / CONFIG_NAME, {**values, "base_model_name_or_path": base_model})
+    write_json(folder / CONFIG_NAME, read_json(folder / CONFIG_NAME) | {"base_model_name_or_path": base_model})
 
 
 def _add_metrics(path: Path, results: Mapping[str, Any]) -> None:
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    manifest["metrics"] = collection_figures(results)
+    manifest = read_json(path)
     for entry in manifest["experts"]:
         entry["metrics"] = expert_figures(results, entry["name"])
-    write_json(path, manifest)
+    write_json(path, manifest | {"metrics": collection_figures(results)})

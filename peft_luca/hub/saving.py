@@ -10,24 +10,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from peft import PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from ..routing import LabelSpace, Router, make_router
+from ..routing import Router, make_router
 from ..routing.statistics import ClassStatistics
 from ..tuner.backbone import check_backbone
-from ..tuner.config import LucaConfig
+from ..tuner.experts import NewExpert
 from ..tuner.head import check_expert_name, find_head
-from ..tuner.layer import LucaLayer, find_layer
-from ..tuner.model import LucaModel, quiet_peft, tuner_of
+from ..tuner.layer import LucaExperts, LucaLayer, find_layer
+from ..tuner.model import quiet_peft, tuner_of
 from ..utils import NAME_RULE, InvalidExpertError, atomic_write, check_classes, list_names, show, write_json
 from .validation import (
     MANIFEST_FORMAT,
@@ -62,12 +60,11 @@ def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: b
             and main directions, which for a class of few images is nearly its images' features. `False` also removes
             those that are in the folder.
     """
-    tuner, target = tuner_of(model), Path(directory)
-    _check_known(tuner, [name])
+    target = Path(directory)
     # Given the whole state of the model, PEFT compares every tensor with every expert's name, which takes minutes
     # among thousands. Under FSDP only PEFT can gather the state.
-    path, layer = find_layer(model)
-    state = {f"{path}.{key}": tensor for key, tensor in layer.tensors(name).items()}
+    path, layer = find_layer(tuner_of(model))
+    state = {f"base_model.{path}.{key}": tensor for key, tensor in layer.tensors(name).items()}
     state_dict = None if "_fsdp_wrapped_module" in path else state
     target.parent.mkdir(parents=True, exist_ok=True)
     hidden = f".{target.name}."  # a run that was killed here finds and removes it by this name
@@ -103,16 +100,14 @@ def save_experts(
         ValueError: the router is a function, or it needs the statistics that are left out.
     """
     tuner, folder = tuner_of(model), Path(directory)
-    names = list(tuner.experts) if names is None else names
-    _check_known(tuner, names)
-    router = tuner.router
-    if router is not None and router.name is None:
-        remedy = "Save with set_router(None), and set the function again after loading"
-        raise ValueError(f"the router is a function, which no file can hold. {remedy}.")
-    if router is not None and router.needs_statistics and not statistics:
-        raise ValueError(f"the router {router.name!r} needs the experts' statistics: leave out statistics=False.")
+    if (router := tuner.router) is not None:
+        if router.name is None:
+            remedy = "Save with set_router(None), and set the function again after loading"
+            raise ValueError(f"the router is a function, which no file can hold. {remedy}.")
+        if router.needs_statistics and not statistics:
+            raise ValueError(f"the router {router.name!r} needs the experts' statistics: leave out statistics=False.")
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
+    for name in tuner.experts if names is None else names:
         save_expert(model, name, folder / name, statistics=statistics)
     manifest = {
         "format": MANIFEST_FORMAT,
@@ -130,11 +125,6 @@ def save_statistics(statistics: ClassStatistics, folder: Source) -> None:
     about = json.dumps({"format": STATISTICS_FORMAT, "classes": statistics.classes}, ensure_ascii=False)
     with atomic_write(Path(folder) / STATISTICS_NAME) as temporary:
         save_file(tensors, temporary, {"statistics": about})
-
-
-def _check_known(tuner: LucaModel, names: Sequence[str]) -> None:
-    if unknown := [name for name in names if name not in tuner.experts]:
-        raise ValueError(f"there is no expert {show(unknown[0])} to save. The model has {list_names(tuner.experts)}.")
 
 
 def load_experts(
@@ -252,16 +242,8 @@ def _name_after(source: Source, model: nn.Module) -> str:
     return name
 
 
-class _Expert(NamedTuple):
-    """An expert as its files have it, read and checked."""
-
-    config: LucaConfig
-    tensors: dict[str, Tensor]
-    statistics: ClassStatistics | None
-
-
 def _load(
-    model: nn.Module,
+    model: Any,
     folders: Sequence[tuple[str, Path]],
     manifest: Manifest | None,
     rename: Mapping[str, Mapping[str, str]],
@@ -276,10 +258,14 @@ def _load(
         raise ValueError(f"more than one expert is called {twice[0]!r}. Give names: {{'name': source, ...}}.")
     if unknown := sorted(set(rename) - set(names)):
         raise ValueError(f"rename names the experts {unknown}, but those to load are {list_names(names)}.")
-    experts: dict[str, _Expert] = {}
-    for name, folder in folders:
-        experts[name] = _read_expert(model, name, folder, rename.get(name, {}), allow_mismatch, statistics)
-    router = _make_router(manifest, tuner, experts) if manifest and manifest.router is not None else None
+    experts = {
+        name: _read_expert(model, name, folder, rename.get(name, {}), allow_mismatch, statistics)
+        for name, folder in folders
+    }
+    layer = tuner.layer if tuner else LucaLayer(nn.Identity(), 0, 0)
+    device = tuner.layer.experts.device if tuner else next(model.parameters()).device
+    preview = LucaExperts(layer, device, experts)
+    router = _make_router(manifest, preview) if manifest and manifest.router is not None else None
 
     # From here on nothing is refused.
     for name, expert in experts.items():
@@ -293,14 +279,14 @@ def _load(
         if expert.statistics is not None:
             tuner.layer.set_statistics(name, expert.statistics)
     if tuner is not None and router is not None:
+        preview.new_are_added(tuner.layer)
         tuner.set_router(router)
-    assert isinstance(model, PeftModel)
     return model.eval()
 
 
 def _read_expert(
     model: nn.Module, name: str, folder: Path, rename: Mapping[str, str], allow_mismatch: bool, statistics: bool
-) -> _Expert:
+) -> NewExpert:
     if not (folder / CONFIG_NAME).is_file():
         raise InvalidExpertError(f"{folder} is not an expert and not a collection: it has no {CONFIG_NAME}.")
     config = read_config(folder)
@@ -326,38 +312,21 @@ def _read_expert(
         raise ValueError(f"rename names the classes {unknown}, but expert {name!r} has {list_names(classes)}.")
     config.classes = check_classes([rename.get(label, label) for label in classes])
     if not statistics or not (folder / STATISTICS_NAME).is_file():
-        return _Expert(config, tensors, None)
+        return NewExpert(config, tensors, None)
     found = read_statistics(folder)
     if list(found.classes) != classes or found.means.shape[1] != head.width:
         raise InvalidExpertError(
             f"{folder / STATISTICS_NAME} is of the classes {list_names(found.classes)} in {found.means.shape[1]} "
             f"dimensions, but the expert has {list_names(classes)} in {head.width}. Load it with statistics=False."
         )
-    return _Expert(config, tensors, replace(found, classes=tuple(config.classes)))
+    return NewExpert(config, tensors, replace(found, classes=tuple(config.classes)))
 
 
-def _make_router(manifest: Manifest, tuner: LucaModel | None, experts: Mapping[str, _Expert]) -> Router:
-    """Makes a collection's router, and checks that it can be prepared for the experts as they will be in the model."""
-    classes: dict[str, Sequence[str]] = dict(tuner.experts) if tuner else {}
-    statistics = dict(tuner.statistics) if tuner else {}
-    references: dict[str, Any] = {name: tuner.layer.experts.reference(name) for name in tuner.experts} if tuner else {}
-    for name, expert in experts.items():
-        classes[name] = expert.config.classes or ()
-        mean, std = expert.tensors["luca_reference_mean"].float(), expert.tensors["luca_reference_std"].float()
-        references[name] = (mean, std) if expert.config.reference else None
-        if expert.statistics is not None:
-            statistics[name] = expert.statistics
-    names = list(classes)
-    preview: Any = SimpleNamespace(
-        names=names,
-        by_name=torch.tensor(sorted(range(len(names)), key=names.__getitem__)),
-        label_space=LabelSpace(classes),
-        statistics=statistics,
-        reference=lambda name: references[name] and [tensor.cpu() for tensor in references[name]],
-    )
+def _make_router(manifest: Manifest, experts: LucaExperts) -> Router:
+    """Makes a collection's router, and prepares it for the experts as they will be in the model."""
     try:
         router = make_router(manifest.router["name"], **manifest.router["options"])
-        router.prepare(preview)
+        experts.prepared(router)
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise InvalidExpertError(
             f"{manifest.path} asks for the router {show(manifest.router)}: {error} To load its experts without the "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -15,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..routing.statistics import ClassStatistics
 from ..tuner.config import LucaConfig
-from ..tuner.reference import whitened_directions
+from ..tuner.experts import ExpertStore
 from ..utils import NAME_RULE, InvalidExpertError, check_classes, show
 
 
@@ -44,7 +43,7 @@ Header = Mapping[str, tuple[str, list[int]]]  # tensor name -> dtype, shape
 def read_config(folder: Path) -> LucaConfig:
     """Reads the config of the expert in a folder. Unknown keys are refused."""
     path = folder / CONFIG_NAME
-    values = _read_json(path)
+    values = read_json(path)
     if values.get("peft_type") != "LUCA":
         kind = show(values.get("peft_type"))
         raise InvalidExpertError(f"{path} holds an adapter of type {kind}, not a LuCA expert.")
@@ -62,6 +61,8 @@ def read_config(folder: Path) -> LucaConfig:
     if not re.fullmatch("[0-9a-f]{64}", values.get("fingerprint") or "0" * 64):
         raise InvalidExpertError(f"{path}: fingerprint must be a SHA-256 digest, got {show(values['fingerprint'])}.")
     try:
+        # What an older version has saved does not say whether it whitens, and it does not.
+        values["whitening"] = values.get("whitening") or False
         return LucaConfig(**{key: value for key, value in values.items() if key != "peft_type"})
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidExpertError(f"{path}: {error}") from error
@@ -78,7 +79,7 @@ class Manifest(NamedTuple):
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of the collection in a folder. Names that leave the folder are refused."""
     path = folder / MANIFEST_NAME
-    manifest = _read_json(path)
+    manifest = read_json(path)
     if manifest.get("format") != MANIFEST_FORMAT:
         found = show(manifest.get("format"))
         raise InvalidExpertError(f"{path} has the format {found}, and this version reads {MANIFEST_FORMAT}.")
@@ -96,19 +97,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 def expert_shapes(config: LucaConfig, width: int) -> dict[str, tuple[int, ...]]:
     """Shapes of an expert's tensors, by their names after that of the head. `width` is d, the width of [CLS]."""
-    adapter, calibrator = config.widths(width)
-    shapes: dict[str, tuple[int, ...]] = {}
-    if config.arrangement != "calibrator":
-        shapes |= {"luca_adapter_down.weight": (adapter, width), "luca_adapter_down.bias": (adapter,)}
-        shapes |= {"luca_adapter_up.weight": (width, adapter), "luca_adapter_up.bias": (width,)}
-        shapes |= {"luca_adapter_norm.weight": (width,), "luca_adapter_norm.bias": (width,)}
-    if config.arrangement != "adapter":
-        shapes |= {"luca_calibrator_down.weight": (calibrator, width)}
-        shapes |= {"luca_calibrator_up.weight": (width, calibrator)}
-    shapes |= {"luca_class_rows": (len(config.classes or ()), width), "luca_scale": ()}
-    if config.whitening:
-        shapes["luca_whitening"] = (width, whitened_directions(width))
-    return {**shapes, "luca_reference_mean": (width,), "luca_reference_std": (width,)}
+    with torch.device("meta"):  # nothing is allocated
+        store = ExpertStore(nn.Identity(), width, width)
+        store.update_layer("expert", config)
+    return {key.replace(".expert", "", 1): tuple(tensor.shape) for key, tensor in store.tensors("expert").items()}
 
 
 def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dict[str, Tensor]:
@@ -118,11 +110,12 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
     """
     path, prefix = folder / SAFETENSORS_WEIGHTS_NAME, f"base_model.model.{head}."
     try:
-        specs = {f"{prefix}{name}": (FLOATS, shape) for name, shape in expert_shapes(config, width).items()}
+        largest = 4 * width * max(*config.widths(width), len(config.classes or ()))
     except ValueError as error:
         raise InvalidExpertError(f"{folder / CONFIG_NAME}: {error}") from error
-    if 4 * sum(math.prod(shape) for _, shape in specs.values()) > MAX_EXPERT_BYTES:
+    if largest > MAX_EXPERT_BYTES:
         raise InvalidExpertError(f"{folder / CONFIG_NAME} asks for more than {MAX_EXPERT_BYTES} bytes of weights.")
+    specs = {f"{prefix}{name}": (FLOATS, shape) for name, shape in expert_shapes(config, width).items()}
     backbone = config.base_model_name_or_path or "an unnamed backbone"
     hint = f" [CLS] of this backbone is {width} wide; the expert was trained on {show(backbone)}."
     tensors, _ = _read_tensors(path, lambda found, metadata: specs, hint)
@@ -211,7 +204,8 @@ def _check_statistics(tensors: Mapping[str, Tensor]) -> None:
         require(possible, "random_sums must be from 0 to what the classes' images can sum up to")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that must hold an object."""
     _check_size(path, MAX_JSON_BYTES)
     try:
         values = json.loads(path.read_bytes())

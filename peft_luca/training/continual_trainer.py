@@ -22,7 +22,7 @@ from ..data.sources import DatasetLike
 from ..data.task_stream import Task, TaskStream
 from ..hub.publishing import push_experts
 from ..hub.saving import load_experts
-from ..preprocessing import channels_of, check_processor
+from ..preprocessing import channels_of
 from ..tuner.config import LucaConfig
 from ..tuner.model import quiet_peft, tuner_of
 from ..utils import pluralize
@@ -72,7 +72,6 @@ class ContinualTrainer(PublishingTrainer):
             check_task(task, model, args)
         if isinstance(model, PeftModel):
             tuner_of(model).layer.experts.prepared(args.make_router())  # raises if an expert lacks statistics
-        check_processor(processing_class, model)
         collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
         given: dict[str, Any] = {"processing_class": processing_class, "data_collator": collator, "eval_dataset": []}

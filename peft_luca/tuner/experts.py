@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -18,6 +18,14 @@ from .reference import whitened_directions
 
 ADAPTER = ("luca_adapter_down", "luca_adapter_up", "luca_adapter_norm")
 CALIBRATOR = ("luca_calibrator_down", "luca_calibrator_up")
+
+
+class NewExpert(NamedTuple):
+    """An expert as its files have it, read and checked."""
+
+    config: LucaConfig
+    tensors: dict[str, Tensor]
+    statistics: ClassStatistics | None
 
 
 class ExpertStore(nn.Module, BaseTunerLayer):

@@ -15,7 +15,7 @@ from ..routing import LabelSpace, Router, RoutingOutput, make_router
 from ..routing.score_routers import OracleRouter
 from ..routing.statistics import ClassStatistics, unit_features
 from ..utils import pluralize
-from .experts import ExpertStore
+from .experts import ExpertStore, NewExpert
 
 
 # Of all layers, since a layer that holds a lock could not be copied or pickled.
@@ -24,16 +24,27 @@ _DEFAULT_ROUTER = make_router("entropy")
 
 
 class LucaExperts:
-    """A layer's experts as routers see them, made anew when they change; see [`~peft_luca.routing.Experts`]."""
+    """
+    A layer's experts as routers see them, made anew when they change; see [`~peft_luca.routing.Experts`]. With `new`
+    experts, a router can be prepared before they are added.
+    """
 
-    def __init__(self, layer: LucaLayer, device: torch.device) -> None:
+    def __init__(self, layer: LucaLayer, device: torch.device, new: Mapping[str, NewExpert] | None = None) -> None:
         self.layer = layer
         self.device = device
-        self.names = list(layer.configs)
-        self.label_space = LabelSpace({name: config.classes or () for name, config in layer.configs.items()}, device)
+        self.new = dict(new or {})
+        configs = layer.configs | {name: expert.config for name, expert in self.new.items()}
+        self.names = list(configs)
+        self.label_space = LabelSpace({name: config.classes or () for name, config in configs.items()}, device)
         self.by_name = torch.tensor(sorted(range(len(self.names)), key=self.names.__getitem__), device=device)
-        self.statistics: Mapping[str, ClassStatistics] = dict(layer.statistics)
+        self.statistics: Mapping[str, ClassStatistics] = layer.statistics | {
+            name: expert.statistics for name, expert in self.new.items() if expert.statistics is not None
+        }
         self._prepared: list[tuple[Router, Any]] = []  # no dict: torch.compile cannot hash a router
+
+    def new_are_added(self, layer: LucaLayer) -> None:
+        """The new experts are in the layer now. What was prepared for routers is kept."""
+        self.layer, self.new, layer._experts = layer, {}, self
 
     def scores(self, features: Tensor) -> Tensor:
         return self.layer.scores(features)
@@ -45,6 +56,10 @@ class LucaExperts:
         return self.layer.unit_features(features, min(self.names))
 
     def reference(self, name: str) -> tuple[Tensor, Tensor] | None:
+        if name in self.new:
+            config, tensors, _ = self.new[name]
+            mean, std = (tensors[f"luca_reference_{part}"].to(self.device).float() for part in ("mean", "std"))
+            return (mean, std) if config.reference else None
         if not self.layer.configs[name].reference:
             return None
         return self.layer.luca_reference_mean[name], self.layer.luca_reference_std[name]
