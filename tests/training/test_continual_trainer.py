@@ -266,7 +266,7 @@ def test_the_papers_training(out):
     assert first[0] == pytest.approx(math.log(2))  # two zero rows: all the same
     assert first[1] != pytest.approx(math.log(2), abs=1e-3)  # over four rows by then
     # Each augmented view; the images themselves for the class means; the test images; the reference, once.
-    assert count.images == 4 * 36 + 36 + 16 + 192
+    assert count.images == 4 * 36 + 36 + 16 + 768
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
