@@ -39,7 +39,7 @@ EXPERT_FIGURES = {
     "task_known_accuracy": "Accuracy over its own classes",
     "accuracy": "Accuracy over the classes of all experts, routed",
 }
-CONFIG_SETTINGS = ("arrangement", "norm_position", "reduction", "adapter_width", "calibrator_width", "reference")
+CONFIG_SETTINGS = "arrangement norm_position reduction adapter_width calibrator_width reference whitening".split()
 PACKAGES = ("peft", "transformers", "torch", "datasets", "huggingface_hub")
 
 
@@ -159,6 +159,10 @@ def _expert_row(tuner: LucaModel, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "classes": f"{len(classes)}: {shown}",
-        "parameters": sum(tensor.numel() for key, tensor in layer.tensors(name).items() if "reference" not in key),
+        "parameters": sum(
+            tensor.numel()
+            for key, tensor in layer.tensors(name).items()
+            if key.partition(".")[0] in layer.adapter_layer_names
+        ),
         "sparsity": float((weights.abs() < SPARSITY_THRESHOLD).float().mean()),
     }

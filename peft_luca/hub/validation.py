@@ -61,6 +61,8 @@ def read_config(folder: Path) -> LucaConfig:
     if not re.fullmatch("[0-9a-f]{64}", values.get("fingerprint") or "0" * 64):
         raise InvalidExpertError(f"{path}: fingerprint must be a SHA-256 digest, got {show(values['fingerprint'])}.")
     try:
+        # What an older version has saved does not say whether it whitens, and it does not.
+        values["whitening"] = values.get("whitening") or False
         return LucaConfig(**{key: value for key, value in values.items() if key != "peft_type"})
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidExpertError(f"{path}: {error}") from error
@@ -122,6 +124,8 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
             raise InvalidExpertError(f"{path}: {name} holds numbers that are not finite, or above {MAX_NUMBER:g}.")
         if name.endswith("luca_reference_std") and not (tensor >= MIN_DEVIATION).all():
             raise InvalidExpertError(f"{path}: {name} holds deviations below {MIN_DEVIATION:g}.")
+        if name.endswith("luca_whitening") and not (tensor.abs() <= 1).all():
+            raise InvalidExpertError(f"{path}: {name} holds numbers above 1, which no direction has.")
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 

@@ -64,7 +64,7 @@ class Background(nn.Module):
         mean = (counts[:, None] * statistics.means).sum(dim=0) / images
         apart = counts.sqrt()[:, None] * (statistics.means - mean)
         total = (within * max(images - len(counts), 1.0) + apart.T @ apart) / max(images - 1, 1.0)
-        total = _shrink(total, _ledoit_wolf(total, images - 1))
+        total = shrink(total, ledoit_wolf(total, images - 1))
         self.mean, self.precision = nn.Buffer(mean.float()), nn.Buffer(torch.linalg.inv(total).float())
         # The log-density lacks the constant that the classes lack, too.
         self.constant = -0.5 * float(torch.logdet(total) - volume)
@@ -94,9 +94,9 @@ class LinearDiscriminant(Discriminant):
     ) -> None:
         super().__init__()
         covariance, freedom = statistics.within
-        self.shrinkage = _ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
+        self.shrinkage = ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
         self.temperature = math.sqrt(len(covariance)) / 3 if temperature is None else temperature
-        shrunk = _shrink(covariance, self.shrinkage)
+        shrunk = shrink(covariance, self.shrinkage)
         self.background = Background(statistics, covariance, torch.logdet(shrunk))
         means = statistics.means if means is None else means
         weights = torch.linalg.solve(shrunk, means.T).T  # (C, d)
@@ -239,7 +239,7 @@ def sphere_strength(counts: Tensor, shrinkage: Tensor, covariance: Tensor, freed
     share = torch.where(counts > 1, 1 - shrinkage, 0.0)
     # The variance of a weighted sum of two means.
     variance = share**2 / (counts - 1).clamp(min=1) + (1 - share) ** 2 / max(freedom, 1.0)
-    return _ledoit_wolf(covariance, 1 / float((counts * variance).sum() / counts.sum()))
+    return ledoit_wolf(covariance, 1 / float((counts * variance).sum() / counts.sum()))
 
 
 def _ridge_strength(values: Tensor, sums: Tensor, counts: Tensor) -> float:
@@ -253,14 +253,14 @@ def _ridge_strength(values: Tensor, sums: Tensor, counts: Tensor) -> float:
     return float(candidates[loss.argmin()])
 
 
-def _ledoit_wolf(covariance: Tensor, freedom: float) -> float:
+def ledoit_wolf(covariance: Tensor, freedom: float) -> float:
     """Strength at which a Gaussian's covariance, measured with this freedom, is best shrunk toward a sphere."""
     trace, square = float(covariance.trace()), float(covariance.square().sum())
     spread = square - trace**2 / len(covariance)
     return min(1.0, (square + trace**2) / (freedom * spread)) if freedom > 0 and spread > 0 else 1.0
 
 
-def _shrink(covariance: Tensor, strength: float) -> Tensor:
+def shrink(covariance: Tensor, strength: float) -> Tensor:
     """Shrinks a covariance toward a sphere, and keeps its eigenvalues above the rounding error of float64."""
     d, trace = len(covariance), covariance.trace()
     return (1 - strength) * covariance + (strength / d + 1e-10) * trace * torch.eye(d, dtype=torch.float64)

@@ -29,7 +29,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 # The same for [`LucaConfig`].
 CONFIG_RECIPES: dict[str, dict[str, Any]] = {
     "own": OWN_RECIPE,
-    "paper": {"scale": 1.0, "positive_scale": False, "init_rows": "zeros", "reference": False},
+    "paper": {"scale": 1.0, "positive_scale": False, "init_rows": "zeros", "reference": False, "whitening": False},
 }
 
 # What a field of each annotation may hold, and in words.

@@ -159,6 +159,9 @@ class ContinualTrainer(PublishingTrainer):
     def _add_expert(self, task: Task) -> None:
         config = copy.deepcopy(self.luca_config)
         config.classes = list(task.classes)
+        others = tuner_of(self.model).peft_config.values() if isinstance(self.model, PeftModel) else ()
+        if "whitening" in config.filled and not all(other.whitening for other in others):
+            config.whitening = False  # the statistics of all experts need one reference
         with torch.random.fork_rng():
             torch.manual_seed(task_seed(self.args.seed, task.classes))
             if isinstance(self.model, PeftModel):

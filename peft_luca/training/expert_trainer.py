@@ -149,7 +149,10 @@ class ExpertTrainer(PublishingTrainer):
         tuner = self.tuner
         if self.new_expert:
             config = tuner.peft_config[self.expert]
-            if config.reference or tuner.backbone.image_size is not None:
+            if config.whitening:
+                data = self._plain_features()
+                tuner.compute_reference(self.expert, data.features, data.labels)
+            elif config.reference or tuner.backbone.image_size is not None:
                 # An expert that does not standardize by it has it as well: it identifies the backbone.
                 tuner.compute_reference(self.expert)
             if config.init_rows == "class_means":

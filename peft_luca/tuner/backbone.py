@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from .config import LucaConfig
 from .head import Head
 from .layer import LucaLayer, cls_of
+from .reference import OLD_PATCHES, OLD_PICTURES, PICTURES, SIDE, Reference, kept_reference, measure_reference
 
 
-REFERENCE_PICTURES = 192
-REFERENCE_BATCH = 16
-# A trunk that interpolates its positions gets pictures of this many patches a side, which takes seconds where its own
-# size would take minutes. Another trunk gets pictures of its own size, the only one that it takes.
-REFERENCE_PATCHES = 8
+# Model types that interpolate their positions without being asked.
 INTERPOLATING = ("dinov2", "dinov2_with_registers")
-Reference = tuple[Tensor, Tensor]  # mean and deviation of [CLS], (d,) each
 SAMPLE = 256  # numbers of each tensor that are compared to see whether it was changed
 # Entries of a model's config that do not move [CLS]. Its dtype is in the fingerprint.
 NOT_OF_THE_TRUNK = (
@@ -38,32 +33,14 @@ NOT_OF_THE_TRUNK = (
 BACKBONE_TOLERANCE = 0.05
 
 
-def draw_reference_pictures(count: int, size: int, seed: int = 0) -> np.ndarray:
-    """
-    Draws the reference pictures, `(count, size, size, 3)` of uint8 RGB: one to eight ellipses and boxes of random
-    colours on a plain ground, the same on every machine. A smaller set is the beginning of a larger one.
-    """
-    rng = np.random.RandomState(seed)  # the legacy generator's stream is frozen across versions of numpy
-    y, x = np.mgrid[0:size, 0:size] / size
-    pictures = np.empty((count, size, size, 3), np.uint8)
-    for picture in pictures:
-        picture[:] = rng.randint(0, 256, 3)
-        for _ in range(rng.randint(1, 9)):
-            center_x, center_y, width, height = rng.uniform(0, 1, 4)
-            color = rng.randint(0, 256, 3)
-            u, v = abs(x - center_x) / (width / 2 + 0.02), abs(y - center_y) / (height / 2 + 0.02)
-            picture[(u * u + v * v < 1) if rng.randint(2) else (np.maximum(u, v) < 1)] = color
-    return pictures
-
-
 @torch.no_grad()
-def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor) -> Tensor:
+def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor, **options: Any) -> Tensor:
     """
-    [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`.
+    [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`. `options` are passed to the model.
 
     The model itself is not changed, and several threads may call this at once.
     """
-    output = _without_head(model, head.name)(pixel_values)
+    output = _without_head(model, head.name)(pixel_values, **options)
     return cls_of(output if isinstance(output, Tensor) else output.logits, head.width, head.input_width)
 
 
@@ -95,7 +72,7 @@ class BackboneFacts:
     Attributes:
         fingerprint (`str` or `None`): See [`fingerprint`]. `None` while the weights are on the meta device.
         architecture (`dict`): The model's class and its config, without the entries that do not move [CLS].
-        image_size (`int` or `None`): Side of the reference pictures in pixels.
+        image_size (`int` or `None`): Side of the images that the model takes, in pixels.
     """
 
     _known: ClassVar[WeakKeyDictionary[nn.Module, BackboneFacts]] = WeakKeyDictionary()
@@ -108,13 +85,13 @@ class BackboneFacts:
         self.architecture = {name: value for name, value in settings.items() if name not in NOT_OF_THE_TRUNK}
         self.architecture["class"] = type(model).__qualname__
         self.image_size = _first(getattr(config, "image_size", None))
-        patch_size = _first(getattr(config, "patch_size", None))
-        if getattr(config, "model_type", None) in INTERPOLATING and self.image_size and patch_size:
-            self.image_size = min(self.image_size, REFERENCE_PATCHES * patch_size)
+        self.patch_size = _first(getattr(config, "patch_size", None))
+        self.interpolates = getattr(config, "model_type", None) in INTERPOLATING
+        self.interpolates_if_asked = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
         self.channels = getattr(config, "num_channels", 3)
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         self.device, self.dtype = getattr(first, "device", None), getattr(first, "dtype", None)
-        self._reference: Reference | None = None
+        self._references: dict[bool, Reference] = {}
 
     @classmethod
     def of(cls, model: nn.Module, head_name: str) -> BackboneFacts:
@@ -130,32 +107,30 @@ class BackboneFacts:
             facts = cls._known[model] = cls(model, tensors, version)
         return facts
 
-    @torch.no_grad()
-    def reference(self, read: Callable[[Tensor], Tensor]) -> Reference:
+    def reference(self, read: Callable[..., Tensor], whitening: bool) -> Reference:
         """
-        Mean and deviation of [CLS] over the reference pictures, in float32, computed once. `read` maps pixel values
-        `(batch, channels, size, size)`, in [-1, 1], to [CLS] `(batch, d)`.
+        The reference of experts with or without whitening, measured once. `read` maps pixel values, and options of the
+        model, to [CLS] `(batch, d)`.
         """
-        if self._reference is not None:
-            return self._reference
-        if self.fingerprint is None or self.dtype is None or self.image_size is None:
-            lacking = "config.image_size" if self.image_size is None else "weights that are not on the meta device"
-            raise ValueError(
-                f"the reference needs {lacking}. Load the backbone with from_pretrained. "
-                "Use LucaConfig(reference=False) to train on [CLS] as it is."
+        if whitening not in self._references:
+            if self.fingerprint is None or self.dtype is None or self.image_size is None:
+                lacking = "config.image_size" if self.image_size is None else "weights that are not on the meta device"
+                raise ValueError(
+                    f"the reference needs {lacking}. Load the backbone with from_pretrained. "
+                    "Use LucaConfig(reference=False) to train on [CLS] as it is."
+                )
+            size, options = self.image_size, {}
+            if self.patch_size and (self.interpolates or (whitening and self.interpolates_if_asked)):
+                side = SIDE // self.patch_size * self.patch_size if whitening else OLD_PATCHES * self.patch_size
+                size = min(size, max(side, self.patch_size))
+                options = {} if self.interpolates or size == self.image_size else {"interpolate_pos_encoding": True}
+            count = PICTURES if whitening else OLD_PICTURES
+            about = {"fingerprint": self.fingerprint, "settings": self.architecture, "pictures": [count, size]}
+            pictures = (count, size, self.channels, torch.empty(0, dtype=self.dtype, device=self.device))
+            self._references[whitening] = kept_reference(
+                about, lambda: measure_reference(partial(read, **options), *pictures)
             )
-        pictures = torch.from_numpy(draw_reference_pictures(REFERENCE_PICTURES, self.image_size)).permute(0, 3, 1, 2)
-        if self.channels != 3:
-            pictures = pictures.float().mean(dim=1, keepdim=True).expand(-1, self.channels, -1, -1)
-        features = [
-            read((batch.to(self.device) / 127.5 - 1).to(self.dtype)).double()
-            for batch in tqdm(pictures.split(REFERENCE_BATCH), desc="Reference pictures", leave=False, delay=2)
-        ]
-        z = torch.cat(features)  # (pictures, d)
-        std = z.std(dim=0)
-        # A dimension that never moves is left as it is.
-        self._reference = (z.mean(dim=0).float(), torch.where(std > 1e-6, std, torch.ones_like(std)).float())
-        return self._reference
+        return self._references[whitening]
 
 
 def fingerprint(tensors: list[Tensor]) -> str:
@@ -185,9 +160,9 @@ def _first(value: Any) -> int | None:
     return first if isinstance(first, int) else None
 
 
-def reference_distance(saved: Reference, measured: Reference) -> float:
+def reference_distance(saved: tuple[Tensor, ...], measured: tuple[Tensor, ...]) -> float:
     """Distance of two references, in deviations: root mean square over the dimensions of [CLS]."""
-    (mean, std), (other_mean, other_std) = saved, measured
+    (mean, std), (other_mean, other_std) = saved[:2], measured[:2]
     if mean.shape != other_mean.shape:
         return float("inf")
     shift = (other_mean.to(mean.device) - mean) / std
@@ -224,7 +199,8 @@ def check_backbone(
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()  # without dropout
-        distance = reference_distance(saved, backbone.reference(partial(pooled_features, model, head)))
+        read = partial(pooled_features, model, head)
+        distance = reference_distance(saved, backbone.reference(read, bool(config.whitening)))
     finally:
         for module in training:
             module.training = True
@@ -240,7 +216,7 @@ def check_backbone(
     )
 
 
-def _saved_reference(tensors: Mapping[str, Tensor]) -> Reference | None:
+def _saved_reference(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     """The reference among an expert's tensors; `None` where it was never computed."""
     found = [t for part in ("mean", "std") for key, t in tensors.items() if key.endswith(f"luca_reference_{part}")]
     return (found[0], found[1]) if len(found) == 2 and not is_identity(*found) else None

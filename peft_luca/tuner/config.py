@@ -20,7 +20,8 @@ POOLED = ("cls", "any")
 READ_WITH = "peft_luca: pip install peft-luca, then `import peft_luca` before loading this with PEFT"
 
 # Values of the fields that are left at None, unless a recipe of the trainer fills them first.
-OWN_RECIPE: dict[str, Any] = {"scale": 20.0, "positive_scale": True, "init_rows": "class_means", "reference": True}
+OWN_RECIPE: dict[str, Any] = {"scale": 20.0, "positive_scale": True, "init_rows": "class_means"}
+OWN_RECIPE |= {"reference": True, "whitening": True}
 
 
 def _field(default: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:
@@ -56,6 +57,9 @@ class LucaConfig(PeftConfig):
         reference (`bool`, *optional*, defaults to `True`):
             Standardize [CLS] before LuCA by the backbone's mean and deviation over a fixed set of drawn pictures (see
             [`LucaModel.compute_reference`]). Until that has been computed it is the identity.
+        whitening (`bool`, *optional*, defaults to the value of `reference`):
+            Whiten the standardized [CLS] by the covariance of the drawn pictures and of the expert's own training
+            images within their classes, as z - W·Wᵀ·z. An expert that was trained before there was whitening has none.
         pooled (`str`, *optional*, defaults to `"cls"`):
             `"cls"` accepts only models whose head reads [CLS]. `"any"` accepts any pooled vector, which is outside
             the method.
@@ -78,6 +82,7 @@ class LucaConfig(PeftConfig):
     positive_scale: bool | None = _field(None, "Keep the scale positive.", (True, False))
     init_rows: str | None = _field(None, "Initial class rows.", ROW_INITS)
     reference: bool | None = _field(None, "Standardize [CLS] by the reference pictures.", (True, False))
+    whitening: bool | None = _field(None, "Whiten the standardized [CLS].", (True, False))
     pooled: str = _field("cls", "Accepted input of the head.", POOLED)
     target_modules: list[str] | str | None = _field(None, "Name of the model's head.")  # noqa: RUF009
     fingerprint: str | None = _field(None, "Digest of the backbone. Filled in.")
@@ -114,6 +119,12 @@ class LucaConfig(PeftConfig):
         number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
         if self.scale is not None and not (number and 0.0 < self.scale < 3.4e38):  # σ is a float32
             raise ValueError(f"scale must be a finite number above 0, got {self.scale!r}.")
+        if self.whitening and self.reference is False:
+            raise ValueError("whitening=True needs reference=True: the standardized [CLS] is what is whitened.")
+        if self.whitening and self.reference is None:
+            self.reference = True
+        if self.whitening is None and (self.fingerprint is not None or self.reference is False):
+            self.whitening = False  # a file of a trained expert that does not name it is older than whitening
         if self.classes is not None:
             self.classes = check_classes(self.classes)
 

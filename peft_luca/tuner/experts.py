@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..routing import Router
 from ..routing.statistics import ClassStatistics
 from .config import LucaConfig
+from .reference import whitened_directions
 
 
 ADAPTER = ("luca_adapter_down", "luca_adapter_up", "luca_adapter_norm")
@@ -32,7 +33,7 @@ class ExpertStore(nn.Module, BaseTunerLayer):
 
     module_names = (*ADAPTER, *CALIBRATOR)  # the LuCA module: neither the rows nor σ
     adapter_layer_names = (*module_names, "luca_class_rows", "luca_scale")
-    other_param_names = ("luca_reference_mean", "luca_reference_std")
+    other_param_names = ("luca_reference_mean", "luca_reference_std", "luca_whitening")
     containers = (*adapter_layer_names, *other_param_names)
 
     def __init__(self, base_layer: nn.Module, width: int, input_width: int) -> None:
@@ -52,6 +53,7 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         self.luca_scale = nn.ParameterDict()
         self.luca_reference_mean = BufferDict(persistent=True)
         self.luca_reference_std = BufferDict(persistent=True)
+        self.luca_whitening = BufferDict(persistent=True)
         self.configs: dict[str, LucaConfig] = {}
         self.base_labels: Any = None  # labels and loss of the base model, kept by LucaModel
         self.statistics: dict[str, ClassStatistics] = {}  # kept beside the experts, not among their weights
@@ -77,6 +79,8 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         self.luca_scale[adapter_name] = nn.Parameter(torch.tensor(float(config.scale or 1.0)))
         self.luca_reference_mean[adapter_name] = torch.zeros(d)
         self.luca_reference_std[adapter_name] = torch.ones(d)
+        if config.whitening:
+            self.luca_whitening[adapter_name] = torch.zeros(d, whitened_directions(d))
         self.configs[adapter_name] = config
         self._experts = None
         self._move_adapter_to_device_of_base_layer(adapter_name)
@@ -117,7 +121,7 @@ class ExpertStore(nn.Module, BaseTunerLayer):
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
-        for buffers in (self.luca_reference_mean, self.luca_reference_std):
+        for buffers in (self.luca_reference_mean, self.luca_reference_std, self.luca_whitening):
             # Statistics keep their precision in a half-precision model.
             if adapter_name in buffers and buffers[adapter_name].dtype in (torch.float16, torch.bfloat16):
                 buffers[adapter_name] = buffers[adapter_name].float()

@@ -132,13 +132,16 @@ class LucaLayer(ExpertStore):
         return torch.stack([logits[i] for i in range(len(z))])
 
     def standardize(self, z: Tensor, adapter_name: str) -> Tensor:
-        """Standardizes [CLS] by the expert's reference, `(batch, d)` → `(batch, d)`."""
+        """Standardizes and whitens [CLS] by the expert's reference, `(batch, d)` → `(batch, d)`."""
         if self.configs[adapter_name].reference:
             z = (z - self.luca_reference_mean[adapter_name]) / self.luca_reference_std[adapter_name]
+        if self.configs[adapter_name].whitening:
+            directions = self.luca_whitening[adapter_name].to(z.dtype)  # (d, r)
+            z = z - (z @ directions) @ directions.T
         return self._cast_input_dtype(z, self.luca_class_rows[adapter_name].dtype)
 
     def luca(self, z: Tensor, adapter_name: str) -> Tensor:
-        """LuCA(z), `(batch, d)` → `(batch, d)`: standardize by the reference, then adapt and calibrate (paper, §3)."""
+        """LuCA(z), `(batch, d)` → `(batch, d)`: standardize and whiten, then adapt and calibrate (paper, §3)."""
         config, z = self.configs[adapter_name], self.standardize(z, adapter_name)
         if config.arrangement == "parallel":
             return self._adapt(z, adapter_name, z * self._gate(z, adapter_name), "before_residual")

@@ -21,6 +21,7 @@ from .head import Head
 from .labels import Labels
 from .layer import LucaLayer, luca_layers
 from .peft_hooks import ExpertConfigs, PeftHooks, check_new_expert
+from .reference import whitening
 
 
 class LucaModel(PeftHooks):
@@ -231,12 +232,12 @@ class LucaModel(PeftHooks):
                 stacklevel=2,
             )
 
-    def pooled_features(self, pixel_values: Tensor) -> Tensor:
+    def pooled_features(self, pixel_values: Tensor, **options: Any) -> Tensor:
         """[CLS] of images, `(batch, channels, height, width)` → `(batch, d)`: one pass of the trunk, no expert."""
         if self.model.training:  # set by its own train(), past this one's
             self.train(self.training)
         head = Head(self.targeted_module_names[0], self.layer.width, self.layer.input_width)
-        return pooled_features(self.model, head, pixel_values)
+        return pooled_features(self.model, head, pixel_values, **options)
 
     @torch.no_grad()
     def route(self, pixel_values: Tensor, expert: Tensor | None = None) -> RoutingOutput:
@@ -268,18 +269,35 @@ class LucaModel(PeftHooks):
         """Fingerprint and reference of the backbone as it is now."""
         return BackboneFacts.of(self.model, self.targeted_module_names[0])
 
-    def compute_reference(self, name: str | None = None) -> None:
+    @torch.no_grad()
+    def compute_reference(
+        self, name: str | None = None, features: Tensor | None = None, labels: Tensor | None = None
+    ) -> None:
         """
-        Measures mean and deviation of the backbone's [CLS] over the reference pictures, by which the expert `name`, by
-        default the active one, then standardizes its input. Call it before training; [`ContinualTrainer`] does. An
-        expert that has a reference keeps it, since its weights were learned with it.
+        Measures [CLS] of the reference pictures, once for each backbone, by which an expert standardizes and whitens
+        its input. [`ExpertTrainer`] does so before training. A trained expert needs the one that it was trained with.
+
+        Args:
+            name (`str`, *optional*): The expert; the active one by default.
+            features (`torch.Tensor` of shape `(images, d)`, *optional*):
+                [CLS] of its training images. Without them it is whitened by the reference pictures alone.
+            labels (`torch.Tensor` of shape `(images,)`, *optional*): The expert's own ids, 0 … K-1.
         """
         name = name or self.active_adapters[0]
+        config = self.peft_config[name]
         mean, std = self.layer.luca_reference_mean[name], self.layer.luca_reference_std[name]
-        if mean.is_meta or is_identity(mean, std):  # on the meta device reference() asks for the weights
-            reference = self.backbone.reference(self.pooled_features)
-            mean.copy_(reference[0])
-            std.copy_(reference[1])
+        is_new = mean.is_meta or is_identity(mean, std)  # on the meta device reference() asks for the weights
+        if not is_new and (features is None or not config.whitening):
+            return
+        reference = self.backbone.reference(self.pooled_features, bool(config.whitening))
+        if is_new:
+            mean.copy_(reference.mean)
+            std.copy_(reference.std)
+        if config.whitening:
+            z = reference.mean[None] if features is None else features.cpu()
+            labels = torch.zeros(1, dtype=torch.long) if labels is None else labels.cpu()
+            directions = whitening(reference.correlation, (z - mean.cpu()) / std.cpu(), labels)
+            self.layer.luca_whitening[name].copy_(directions)
 
     def collect_statistics(
         self, name: str, features: Tensor, labels: Tensor, rank: int | None = DEFAULT_RANK, random_features: int = 0

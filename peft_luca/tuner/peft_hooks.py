@@ -110,7 +110,9 @@ class PeftHooks(BaseTuner):
         path, layer = find_layer(model)
         path = path.removeprefix("_fsdp_wrapped_module.")  # which FSDP's state dict leaves out
         expected = [f"{path}.{key}" for key in sorted(layer.tensors(adapter_name))]
-        return {key: state_dict[key] for key in expected}  # a tensor that is missing is an error before any writing
+        tensors = {key: state_dict[key] for key in expected}  # a missing tensor is an error before any writing
+        # Its numbers are those of float16.
+        return {key: t.half() if "luca_whitening" in key else t for key, t in tensors.items()}
 
     @classmethod
     def _remap_adapter_state_dict_for_load(

@@ -333,7 +333,7 @@ def test_a_run_computes_each_feature_once_and_another_run_none(tmp_path, monkeyp
         trainer = make_trainer(tmp_path / folder, make_stream(increment=3), model, augmented_views=2)
         count = ForwardCount(model)
         trainer.train()
-        assert count.images == 192 + expected  # 192 reference pictures
+        assert count.images == 768 + expected  # 768 reference pictures
     assert default_cache_dir() == tmp_path / "hf" / "peft_luca"
     assert len(files_in(default_cache_dir())) == 2 * 4
 

@@ -138,6 +138,7 @@ Sparsity is the share of [^\n]+ Fingerprint of the backbone:
 \| `norm_position` \| after\\_residual \|
 \| `reduction` \| 16 \|
 \| `reference` \| True \|
+\| `whitening` \| True \|
 
 ### Framework versions
 

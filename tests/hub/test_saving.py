@@ -31,6 +31,7 @@ TENSORS = {
     "luca_scale",
     "luca_reference_mean",
     "luca_reference_std",
+    "luca_whitening",
 }
 
 

@@ -33,7 +33,7 @@ def test_the_papers_recipe(out):
     assert (args.l1_weight, args.negatives, args.augmentation, args.schedule_per_epoch) == (5e-4, "seen", True, True)
     assert (args.optim, args.optim_args, args.lr_scheduler_type) == ("sgd", "momentum=0.9", "cosine")
     assert args.weight_decay == 0.0
-    config = {"scale": 1.0, "positive_scale": False, "init_rows": "zeros", "reference": False}
+    config = {"scale": 1.0, "positive_scale": False, "init_rows": "zeros", "reference": False, "whitening": False}
     assert CONFIG_RECIPES["paper"] == config
 
 

@@ -266,7 +266,7 @@ def test_the_papers_training(out):
     assert first[0] == pytest.approx(math.log(2))  # two zero rows: all the same
     assert first[1] != pytest.approx(math.log(2), abs=1e-3)  # over four rows by then
     # Each augmented view; the images themselves for the class means; the test images; the reference, once.
-    assert count.images == 4 * 36 + 36 + 16 + 192
+    assert count.images == 4 * 36 + 36 + 16 + 768
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -331,16 +331,25 @@ def test_experts_that_are_there_are_kept_and_take_part(learned, out, cache):
         assert trainer.evaluate(task.test)["eval_accuracy"] == trainer.evaluate()["eval_accuracy_matrix"][-1][t]
 
 
-def test_a_backbone_of_no_known_size_can_be_trained_without_a_reference(out):
-    """The error's advice must work."""
+def test_a_backbone_of_no_known_size_is_trained_without_a_reference(out):
     model = make_vit()
     model.config.__dict__["image_size"] = None
     stream = make_stream(increment=6)
-    with pytest.raises(ValueError, match=r"Use LucaConfig\(reference=False\)"):
-        make_trainer(out, stream, model).train()
-    trainer = make_trainer(out, stream, model, luca_config=LucaConfig(reference=False))
+    trainer = make_trainer(out, stream, model)
     trainer.train()
-    assert list(trainer.tuner.experts) == ["task_0"]
+    config = trainer.tuner.peft_config["task_0"]
+    assert (config.reference, config.whitening) == (False, False)
+    with pytest.raises(ValueError, match=r"Use LucaConfig\(reference=False\)"):
+        make_trainer(out / "other", stream, trainer.model.unload(), luca_config=LucaConfig(reference=True)).train()
+
+
+def test_a_run_that_began_without_whitening_goes_on_without(out):
+    """The statistics of all experts need one reference."""
+    trainer = make_trainer(out, make_stream(FOUR, names=FOUR), luca_config=LucaConfig(whitening=False))
+    trainer.train_task(trainer.stream[0])
+    trainer.luca_config = LucaConfig().resolve()  # as a later version, or another script, has it
+    trainer.train_task(trainer.stream[1])
+    assert [config.whitening for config in trainer.tuner.peft_config.values()] == [False, False]
 
 
 # --- one more task ---

@@ -13,7 +13,6 @@ from torch import nn
 from peft_luca import LucaConfig, draw_reference_pictures, load_experts, save_expert, save_experts
 from peft_luca.tuner.backbone import (
     BACKBONE_TOLERANCE,
-    BackboneFacts,
     check_backbone,
     fingerprint,
     pooled_features,
@@ -28,6 +27,7 @@ def with_references(base):
     for name in "tu":
         layer.luca_reference_mean[name].zero_()
         layer.luca_reference_std[name].fill_(1)
+        layer.luca_whitening[name].zero_()
         model.compute_reference(name)
     return model
 
@@ -125,77 +125,14 @@ def test_pooled_features_stop_before_the_head_also_where_the_model_runs_other_co
     assert torch.equal(pooled_features(model, head, x), expected)
 
 
-# --- the reference ---
-
-
-def test_reference_pictures_are_the_same_everywhere():
-    pictures = draw_reference_pictures(6, 16)
-    assert pictures.shape == (6, 16, 16, 3)
-    assert pictures.dtype == np.uint8
-    assert hashlib.sha256(pictures.tobytes()).hexdigest().startswith("99e9a21a827636b1")
-    state = np.random.get_state()[1].copy()
-    assert np.array_equal(draw_reference_pictures(3, 16), pictures[:3])
-    assert np.array_equal(np.random.get_state()[1], state)
-    assert not np.array_equal(draw_reference_pictures(6, 16, seed=1), pictures)
-    assert len({picture.tobytes() for picture in pictures}) == 6
-
-
 def exact_reference(model, dtype=torch.float32):
-    """Mean and deviation of [CLS] over 192 drawings in [-1, 1], from the trunk's own output."""
-    pictures = torch.from_numpy(draw_reference_pictures(192, 16)).permute(0, 3, 1, 2)
+    """Mean and deviation of [CLS] over 768 drawings in [-1, 1], from the trunk's own output."""
+    pictures = torch.from_numpy(draw_reference_pictures(768, 16)).permute(0, 3, 1, 2)
     with torch.no_grad():
         trunk = model.get_base_model().base_model
         z = trunk((pictures.float() / 127.5 - 1).to(dtype)).last_hidden_state[:, 0].double()
     mean = z.sum(dim=0) / len(z)
     return mean, ((z - mean).square().sum(dim=0) / (len(z) - 1)).sqrt()
-
-
-@pytest.mark.parametrize("make", [make_vit, make_dinov2])
-def test_the_reference_is_the_mean_and_deviation_of_cls_over_the_pictures(make):
-    model = with_references(make())
-    mean, std = exact_reference(model)
-    layer = model.base_model.layer
-    for name in "tu":
-        torch.testing.assert_close(layer.luca_reference_mean[name].double(), mean, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(layer.luca_reference_std[name].double(), std, rtol=1e-4, atol=1e-5)
-
-
-def test_a_reference_that_is_there_is_kept():
-    model = make_model({"t": ["a"]})
-    before = expert_tensors(model, "t")
-    model.compute_reference("t")
-    assert_same(expert_tensors(model, "t"), before)
-
-
-def test_a_dimension_of_cls_that_never_moves_keeps_a_deviation_of_one():
-    facts = BackboneFacts.of(make_vit(num_channels=1), "classifier")
-    images = []
-    mean, std = facts.reference(lambda x: images.append(x) or torch.stack([x[:, 0, 0, 0], 0 * x[:, 0, 0, 0]], dim=1))
-    assert (float(mean[1]), float(std[1])) == (0.0, 1.0)
-    assert 0.1 < float(std[0]) < 1.0
-    assert images[0].shape == (16, 1, 16, 16)  # grey for a backbone of one channel
-    assert len(torch.cat(images)) == 192
-
-
-def test_a_trunk_that_interpolates_gets_small_pictures():
-    sizes = []
-    for patch, expected in ((2, 16), (8, 32)):
-        facts = BackboneFacts.of(make_dinov2(image_size=32, patch_size=patch), "classifier")
-        facts.reference(lambda x: sizes.append(x.shape[-1]) or x[:, 0, 0])
-        assert set(sizes) == {expected}
-        sizes.clear()
-
-
-@pytest.mark.parametrize(
-    ("device", "size", "message"), [("meta", 16, "not on the meta device"), ("cpu", None, "needs config.image_size")]
-)
-def test_a_reference_needs_weights_and_a_picture_size(device, size, message):
-    with torch.device(device):
-        base = make_vit()
-    base.config.__dict__["image_size"] = size
-    model = get_peft_model(base, LucaConfig(classes=["a"]))
-    with pytest.raises(ValueError, match=message):
-        model.compute_reference()
 
 
 def test_reference_distance():

@@ -158,6 +158,8 @@ def test_initialization(vit):
     assert bool((layer.luca_class_rows["default"].norm(dim=1) > 0.3).all())
     assert not layer.luca_reference_mean["default"].any()  # the identity until it is computed
     assert bool((layer.luca_reference_std["default"] == 1).all())
+    assert layer.luca_whitening["default"].shape == (32, 31)
+    assert not layer.luca_whitening["default"].any()
     model.add_adapter("zeros", LucaConfig(classes=SIX, init_rows="zeros"))
     assert not layer.luca_class_rows["zeros"].any()
 
@@ -181,6 +183,7 @@ def test_rows_become_class_means_of_adapted_features_or_of_standardized_cls():
     layer, labels = model.base_model.layer, torch.tensor([2, 0, 1, 1, 0, 2, 2, 2, 0])
     other = layer.luca_class_rows["u"].clone()
     standard = (z.double() - layer.luca_reference_mean["t"].double()) / layer.luca_reference_std["t"].double()
+    standard = standard - standard @ layer.luca_whitening["t"].double() @ layer.luca_whitening["t"].double().T
     for adapted, features in ((True, exact_luca(model, "t", z)), (False, standard)):
         model.set_rows_to_class_means("t", z, labels, adapted=adapted)
         close(layer.luca_class_rows["t"], torch.stack([features[labels == k].mean(dim=0) for k in range(3)]))

@@ -28,6 +28,7 @@ TENSORS = {
     "luca_scale",
     "luca_reference_mean",
     "luca_reference_std",
+    "luca_whitening",
 }
 
 # Parts of the tensors' own names, of PEFT's and of the modules', and what a path or an attribute could make of a name.

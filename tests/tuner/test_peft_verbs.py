@@ -250,7 +250,7 @@ def test_state_dicts():
     model, other = with_experts(**UNEQUAL), with_experts(tiny_vit(), **UNEQUAL)
     for name in UNEQUAL:
         state = get_peft_model_state_dict(model, adapter_name=name)
-        assert len(state) == 12
+        assert len(state) == 13
         assert not any(name in key for key in state)
         assert not set_peft_model_state_dict(other, state, adapter_name=name).unexpected_keys
         model.set_adapter(name)
@@ -376,7 +376,7 @@ def test_inject_adapter_in_model():
     assert logits(base).shape == (4, 2)
     assert labels(base) == SKIES
     state = get_peft_model_state_dict(base, adapter_name="animals")
-    assert len(state) == 12
+    assert len(state) == 13
     other = inject_adapter_in_model(expert_config(), tiny_vit(), adapter_name="animals", state_dict=state)
     set_peft_model_state_dict(other, state, adapter_name="animals")
     base.classifier.set_adapter("animals")
