@@ -17,6 +17,7 @@ from ..data.collator import ImageCollator
 from ..data.feature_cache import FeatureDataset, default_cache_dir, digest_images, features_key
 from ..data.task_stream import Task
 from ..preprocessing import undecoded
+from ..routing import make_router
 from ..tuner.model import LucaModel
 from .batches import make_extractor, print_line
 from .metrics import COMPARING_STAGES, ContinualAccuracy, Measured, Record, run_figures
@@ -113,18 +114,23 @@ def measure_stage(
 
     Returns:
         `dict`: per task, or `None` where not measured: `accuracy` over all classes, routed; `routing`, the share of
-        images for which the router chose the task's own expert; `task_known`, that expert's accuracy over its classes.
+        images for which the router chose the task's own expert; `task_known`, that expert's accuracy over its classes;
+        `entropy`, as `accuracy` by the paper's router.
     """
-    metric, experts = ContinualAccuracy(), list(tuner.experts)
+    metric, experts, paper = ContinualAccuracy(), list(tuner.experts), make_router("entropy")
+    by_entropy: list[float | None] = [None] * len(names)
     task_of_expert = torch.tensor([names.index(name) if name in names else len(names) for name in experts])
     for task, name in enumerate(names):
         if name not in tests:
             continue
         own = tuner.layer.label_space.own[name].cpu()
         size = len(tests[name]) if whole else BATCH
+        right = 0
         for z, labels in zip(tests[name].features.split(size), tests[name].labels.split(size), strict=True):
             z = z.to(device)
             routed = tuner.route_features(z)
+            paper_routed = routed if tuner.router == paper else tuner.layer.route_features(z, router=paper)
+            right += int((paper_routed.logits.argmax(1).cpu() == own[labels]).sum())
             metric.add_batch(
                 predictions=routed.logits.argmax(1).cpu(),
                 references=own[labels],
@@ -133,12 +139,14 @@ def measure_stage(
                 experts=task_of_expert[routed.expert.cpu()],
                 task_known_predictions=own[tuner.expert_logits(z, name).argmax(1).cpu()],
             )
+        by_entropy[task] = right / max(1, len(tests[name]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a leak: run_figures warns
         figures = (metric.compute() or {}) if tests else {}
     columns = {"accuracy": "accuracy", "routing": "routing_accuracy", "task_known": "known_accuracy"}
     measured = {name: list(figures.get(f"per_task_{figure}", [])) for name, figure in columns.items()}
-    return {name: values + [None] * (len(names) - len(values)) for name, values in measured.items()}
+    padded = {name: values + [None] * (len(names) - len(values)) for name, values in measured.items()}
+    return {**padded, "entropy": by_entropy}
 
 
 def measure(trainer: Any, records: list[Record]) -> Measured:
