@@ -18,9 +18,11 @@ from peft import PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import nn
+from transformers.utils import logging
 
 from ..routing import Router, make_router
 from ..routing.statistics import ClassStatistics
+from ..routing.statistics_routers import AutoRouter
 from ..tuner.backbone import check_backbone
 from ..tuner.experts import NewExpert
 from ..tuner.head import check_expert_name, find_head
@@ -44,6 +46,7 @@ from .validation import (
 # config. Nothing else is fetched from a stranger's repository.
 EXPERT_FILES = (STATISTICS_NAME, SAFETENSORS_WEIGHTS_NAME, CONFIG_NAME)
 Source = str | os.PathLike[str]
+logger = logging.get_logger(__name__)
 
 
 def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: bool = True) -> None:
@@ -156,7 +159,8 @@ def load_experts(
             Load their statistics too, which routers such as `"gaussian"` need.
 
     Returns:
-        [`~peft.PeftModel`]: With the router of the collection when there was one source and it has one.
+        [`~peft.PeftModel`]: With the router of the collection when there was one source; otherwise with the one that
+        the model has, or `"auto"` if it has none and several experts.
 
     Raises:
         InvalidExpertError: a source is not an expert, or its files are not sound.
@@ -177,7 +181,16 @@ def load_experts(
         folders += [(expert, folder / expert) for expert in manifest.names]
     if not folders:
         raise ValueError("there are no experts to load: the list is empty.")
-    return _load(model, folders, manifest if len(named) == 1 else None, rename or {}, allow_mismatch, statistics)
+    one = manifest if len(named) == 1 else None
+    loaded = _load(model, folders, one, rename or {}, allow_mismatch, statistics)
+    tuner = tuner_of(loaded)
+    if one is None and tuner.router is None and len(tuner.experts) > 1:
+        tuner.layer.router = router = AutoRouter()  # prepared when it is used, since another may be set before
+        tuner.sync_labels()
+        experts = tuner.layer.experts
+        say = logger.info if router.used(experts).needs_statistics else logger.warning
+        say(f"The router of {len(experts.names)} experts is {router.describe(experts)}.")
+    return loaded
 
 
 def load_expert(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from .statistics import ClassStatistics, random_directions
 BUDGET = 2**24
 # With larger coefficients, scores could overflow in float32.
 MAX_COEFFICIENT = 1e30
+Kind = TypeVar("Kind", bound="Discriminant")
 
 
 class Discriminant(nn.Module):
@@ -25,7 +26,7 @@ class Discriminant(nn.Module):
     temperature: float  # divides the scores before the softmax
 
     @classmethod
-    def make(cls, statistics: ClassStatistics, **options: Any) -> Discriminant:
+    def make(cls: type[Kind], statistics: ClassStatistics, **options: Any) -> Kind:
         """Makes a classifier, and raises an `InvalidExpertError` if the statistics cannot be those of images."""
         try:
             made = cls(statistics, **options)
@@ -46,10 +47,6 @@ class Discriminant(nn.Module):
     def log_posterior(self, x: Tensor) -> Tensor:
         """Unit features `(batch, d)` → log-probability of each class, `(batch, C)`."""
         return torch.log_softmax(self.scores(x) / self.temperature, dim=-1)
-
-    def log_known(self, x: Tensor) -> Tensor:
-        """Unit features `(batch, d)` → log-probability of any of the classes, `(batch,)`; 0 if it is not estimated."""
-        return x.new_zeros(x.shape[0])
 
 
 class Background(nn.Module):
@@ -107,6 +104,7 @@ class LinearDiscriminant(Discriminant):
         return torch.addmm(self.bias.to(x), x, self.weights.to(x).T)
 
     def log_known(self, x: Tensor) -> Tensor:
+        """Unit features `(batch, d)` → log-probability of any of the classes, `(batch,)`."""
         # All classes share this term: it cancels among them, but not against the background.
         common = -0.5 * (x @ self.precision.to(x) * x).sum(dim=-1)
         best = torch.logsumexp((self.scores(x) + common[:, None]) / self.temperature, dim=-1)
@@ -126,9 +124,7 @@ class RegularizedDiscriminant(Discriminant):
         shrinkage (`float`, *optional*): α of every class, 0 to 1.
         sphere (`float`, *optional*): γ, 0 to 1.
         volume (`float`, *optional*, defaults to `0.0`): β, the weight of the classes' log-volumes; 1 in the density.
-        temperature (`float`, *optional*):
-            Divides the scores; 0.44·√d by default. If given, it also serves the [`LinearDiscriminant`] that judges
-            whether an image is known.
+        temperature (`float`, *optional*): Divides the scores; 0.44·√d by default.
     """
 
     def __init__(
@@ -146,8 +142,6 @@ class RegularizedDiscriminant(Discriminant):
         alphas = 1 / (1 + 0.13 * (counts - 1) ** 0.25) if shrinkage is None else torch.full_like(counts, shrinkage)
         sphere = sphere_strength(counts, alphas, covariance, pooled_freedom) if sphere is None else sphere
         self.sphere = sphere
-        # The classes' own covariances differ in volume, so that the pooled one judges what is known.
-        self.pooled = LinearDiscriminant(statistics, temperature=temperature)
         values, basis = torch.linalg.eigh(covariance)
         values, self.basis = values.clamp(min=0), nn.Buffer(basis.float())
         means = statistics.means @ basis  # (C, d). All that follows is in the basis of P.
@@ -195,9 +189,6 @@ class RegularizedDiscriminant(Discriminant):
         parts = products.square().split([r * n for r, n in self.groups])
         sums = [part.unflatten(0, (n, r)).sum(dim=1) for part, (r, n) in zip(parts, self.groups, strict=True)]
         return torch.cat(sums).index_select(0, self.places).T
-
-    def log_known(self, x: Tensor) -> Tensor:
-        return self.pooled.log_known(x)
 
 
 class RidgeClassifier(Discriminant):

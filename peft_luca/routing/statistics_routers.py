@@ -11,6 +11,7 @@ from torch import Tensor
 from ..utils import list_names
 from .discriminants import Discriminant, LinearDiscriminant, RegularizedDiscriminant, RidgeClassifier
 from .router import MEMORY_BUDGET, Experts, Router, RouterOptions, RoutingOutput, option
+from .score_routers import NearestRouter
 from .statistics import pool
 
 
@@ -22,28 +23,34 @@ class StatisticsRouter(Router):
 
     def prepare(self, experts: Experts) -> StatisticsClassifier:
         """Makes the classifier."""
+        if reason := self.reason_against(experts):
+            raise ValueError(reason)
+        options = {name: value for name, value in vars(self.options).items() if name != "unknown_below"}
+        return StatisticsClassifier(experts, self.discriminant, **options)
+
+    def reason_against(self, experts: Experts) -> str | None:
+        """Why statistics cannot answer for these experts, in words; `None` if they can."""
         if missing := [name for name in experts.names if name not in experts.statistics]:
-            raise ValueError(
+            return (
                 f"the router {self.name!r} needs the statistics of every expert, but {list_names(missing, 5)} "
                 f"{'has' if len(missing) == 1 else 'have'} none. Get them from the owner, compute them from images "
-                "with collect_statistics, or use set_router('entropy')."
+                "with collect_statistics, or use set_router('nearest')."
             )
         first = min(experts.names)
         for name in experts.names:
             if not _same_reference(experts.reference(first), experts.reference(name)):
-                raise ValueError(
+                return (
                     f"experts {first!r} and {name!r} standardize [CLS] by different references, so their statistics "
-                    "cannot be pooled. Train both with the same reference, or use set_router('entropy')."
+                    "cannot be pooled. Train both with the same reference, or use set_router('nearest')."
                 )
-        options = {name: value for name, value in vars(self.options).items() if name != "unknown_below"}
-        return StatisticsClassifier(experts, self.discriminant, **options)
+        return None
 
     def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
         classifier: StatisticsClassifier = experts.prepared(self)
-        posterior, expert, confidence = classifier(experts.unit_features(features))
+        posterior, expert, known = classifier(experts.unit_features(features))
         entropy = torch.special.entr(posterior.exp()).sum(dim=-1)
-        unknown = ~(confidence >= self.options.unknown_below)  # not `<`: a confidence that is NaN is unknown
-        return RoutingOutput(posterior, expert, entropy, None, confidence, unknown)
+        unknown = ~(known >= self.options.unknown_below)  # not `<`: a probability that is NaN is unknown
+        return RoutingOutput(posterior, expert, entropy, None, posterior.amax(dim=1).exp(), unknown, known)
 
     def batch_limit(self, experts: Experts) -> int | None:
         return max(1, MEMORY_BUDGET // (experts.label_space.rows + len(experts.names)))
@@ -87,6 +94,37 @@ class RidgeRouter(StatisticsRouter):
         temperature: float | None = option(None, 1e-6, 1e6)
 
 
+class AutoRouter(Router):
+    """[`GaussianRouter`] where the statistics of all experts can be pooled, otherwise [`NearestRouter`]."""
+
+    name: ClassVar[str | None] = "auto"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._by_statistics, self._by_scores = GaussianRouter(**options), NearestRouter(**options)
+
+    def used(self, experts: Experts) -> Router:
+        """The router that answers for these experts."""
+        return self._by_scores if self._by_statistics.reason_against(experts) else self._by_statistics
+
+    def prepare(self, experts: Experts) -> Router:
+        """Chooses the router, and prepares it."""
+        router = self.used(experts)
+        experts.prepared(router)
+        return router
+
+    def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
+        router: Router = experts.prepared(self)
+        return router.route(features, experts)
+
+    def batch_limit(self, experts: Experts) -> int | None:
+        router: Router = experts.prepared(self)
+        return router.batch_limit(experts)
+
+    def describe(self, experts: Experts) -> str:
+        return f"{self!r} ({self.used(experts).name})"
+
+
 class StatisticsClassifier:
     """
     A discriminant for a set of experts.
@@ -100,11 +138,11 @@ class StatisticsClassifier:
         space, names, device = experts.label_space, sorted(experts.names), experts.by_name.device
         pooled = pool({name: experts.statistics[name] for name in names})
         self.discriminant = discriminant.make(pooled, **options).to(device)
+        # The classes' own covariances differ in volume, so that for every router the pooled one judges what is known.
+        self.pooled = LinearDiscriminant.make(pooled).to(device)
         where = {name: i for i, name in enumerate(pooled.classes)}
         self.columns = torch.tensor([where[name] for name in space.classes], device=device)
-        self.part_class = torch.cat([space.own[name] for name in names])  # (parts,), global ids
-        sizes = torch.tensor([len(space.own[name]) for name in names], device=device)
-        self.part_expert = experts.by_name.repeat_interleave(sizes)  # (parts,), positions in the experts' order
+        self.part_class, self.part_expert = space.part_class, space.part_expert
         self.nearness: Discriminant | None = None
         if len(self.part_class) > len(space.classes):
             means = torch.cat([experts.statistics[name].means for name in names])
@@ -113,8 +151,7 @@ class StatisticsClassifier:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """
         Unit features `(batch, d)` → log-posterior of the classes `(batch, C)`, the expert that has the predicted class
-        `(batch,)`, and the confidence `(batch,)`: the probability of that class, with "none of the classes" as one
-        more possibility.
+        `(batch,)`, and the probability that the image is of any of the classes, `(batch,)`.
         """
         posterior = self.discriminant.log_posterior(x).index_select(1, self.columns)
         joint = posterior.index_select(1, self.part_class)  # (batch, parts)
@@ -123,8 +160,7 @@ class StatisticsClassifier:
             joint = joint + shares - self._log_sum_by_class(shares).index_select(1, self.part_class)
         best = posterior.argmax(dim=1, keepdim=True)
         part = torch.where(self.part_class == best, joint, -torch.inf).argmax(dim=1)
-        confidence = (posterior.amax(dim=1) + self.discriminant.log_known(x)).exp()
-        return posterior, self.part_expert[part], confidence
+        return posterior, self.part_expert[part], self.pooled.log_known(x).exp()
 
     def _log_sum_by_class(self, values: Tensor) -> Tensor:
         """Log-sum-exp over the parts of each class, (batch, parts) → (batch, C)."""

@@ -21,10 +21,10 @@ _BOTH = {"num_train_epochs": 20, "per_device_train_batch_size": 48, "lr_schedule
 RECIPES: dict[str, dict[str, Any]] = {
     "own": _BOTH
     | {"learning_rate": 1e-3, "optim": "adamw_torch", "optim_args": None}
-    | {"negatives": "own", "augmentation": False, "schedule_per_epoch": False},
+    | {"negatives": "own", "augmentation": False, "schedule_per_epoch": False, "router": "auto"},
     "paper": _BOTH
     | {"learning_rate": 0.025, "optim": "sgd", "optim_args": "momentum=0.9"}
-    | {"negatives": "seen", "augmentation": True, "schedule_per_epoch": True},
+    | {"negatives": "seen", "augmentation": True, "schedule_per_epoch": True, "router": "entropy"},
 }
 # The same for [`LucaConfig`].
 CONFIG_RECIPES: dict[str, dict[str, Any]] = {
@@ -112,8 +112,9 @@ class ContinualTrainingArguments(TrainingArguments):
         push_to_hub (`bool`, *optional*, defaults to `False`):
             Push the experts to the Hub as a collection: with `hub_strategy="every_save"`, the default, in the
             background when a task is learned, and at the end of `train`; with `"end"` only there.
-        router (`str`, *optional*, defaults to `"entropy"`):
-            The router that chooses each image's expert once tasks are learned; see [`LucaModel.set_router`].
+        router (`str`, *optional*):
+            The router that chooses each image's expert once tasks are learned; see [`LucaModel.set_router`]. `"auto"`
+            in the own recipe, `"entropy"` in the paper's.
         routing_scope (`str`, *optional*, defaults to `"sample"`):
             `"batch"` chooses one expert for all test images of a task, for comparison with published figures only.
         statistics (`bool`, *optional*, defaults to `True`):
@@ -154,7 +155,7 @@ class ContinualTrainingArguments(TrainingArguments):
     features_cache_dir: str | None = _field(None, "Where [CLS] is kept.")
     features_dtype: str = _field("float32", "How [CLS] is stored.", "features_dtype")
     on_bad_image: str = _field("raise", "What an image does that cannot be read.", "on_bad_image")
-    router: str = _field("entropy", "Chooses the expert of each image.")
+    router: str | None = _field(None, "Chooses the expert of each image.")
     routing_scope: str = _field("sample", "Choose per image.", "routing_scope")
     statistics: bool = _field(True, "Collect statistics of the training features.")
     statistics_rank: int = _field(64, "Rows kept of each class's scatter; -1 for all.")
@@ -224,7 +225,7 @@ class ContinualTrainingArguments(TrainingArguments):
     def make_router(self) -> Router:
         """The router of the run."""
         options = {} if self.routing_scope == "sample" else {"routing_scope": self.routing_scope}
-        return make_router(self.router, **options)
+        return make_router(self.router or "auto", **options)
 
 
 def _check(args: Any, name: str, is_valid: bool, needed: str) -> None:

@@ -18,9 +18,10 @@ from ..data.collator import ImageCollator
 from ..data.feature_cache import FeatureDataset, default_cache_dir, digest_images, features_key
 from ..data.task_stream import Task
 from ..preprocessing import undecoded
+from ..routing import make_router
 from ..tuner.model import LucaModel
 from .batches import make_extractor, print_line
-from .metrics import COMPARING_STAGES, Floats, Measured, Record, forgetting, summarize
+from .metrics import COMPARING_STAGES, Floats, Measured, Record, forgetting, last_accuracy, summarize
 
 
 BATCH = 4096  # features are a memory map of any size
@@ -114,11 +115,13 @@ def measure_stage(
 
     Returns:
         `dict`: per task, or `None` where not measured: `accuracy` over all classes, routed; `routing`, the share of
-        images for which the router chose the task's own expert; `task_known`, that expert's accuracy over its classes.
+        images for which the router chose the task's own expert; `task_known`, that expert's accuracy over its classes;
+        `entropy`, as `accuracy` by the paper's router.
     """
-    experts, measured = list(tuner.experts), Measured(accuracy=[], routing=[], task_known=[])
+    experts, paper = list(tuner.experts), make_router("entropy")
+    measured = Measured(accuracy=[], routing=[], task_known=[], entropy=[])
     for name in names:
-        images, right = len(tests.get(name, ())), torch.zeros(3, dtype=torch.long)
+        images, right = len(tests.get(name, ())), torch.zeros(4, dtype=torch.long)
         if images:
             own, size = tuner.layer.label_space.own[name].cpu(), images if whole else BATCH
             for z, labels in zip(tests[name].features.split(size), tests[name].labels.split(size), strict=True):
@@ -126,7 +129,9 @@ def measure_stage(
                 routed, known = tuner.route_features(z), tuner.expert_logits(z, name).argmax(1).cpu()
                 is_right = routed.logits.argmax(1).cpu() == own[labels]
                 is_routed = routed.expert.cpu() == experts.index(name)
-                right += torch.stack([is_right, is_routed, known == labels]).sum(dim=1)
+                by_entropy = routed if tuner.router == paper else tuner.layer.route_features(z, router=paper)
+                right_by_entropy = by_entropy.logits.argmax(1).cpu() == own[labels]
+                right += torch.stack([is_right, is_routed, known == labels, right_by_entropy]).sum(dim=1)
         for column, count in zip(measured.values(), right.tolist(), strict=True):
             column.append(count / images if images else None)
     return measured
@@ -160,6 +165,9 @@ def all_figures(trainer: Any, records: list[Record], last: Measured | None = Non
                 # Another expert of a shared class may be better than the task's own, and nothing leaks.
                 warnings.filterwarnings("ignore", "routed accuracy .* is above", UserWarning)
             figures |= summarize(matrix, counts, known, routing)
+        if "entropy" in stages[-1]:  # earlier versions did not measure it
+            by_entropy = np.array(stages[-1]["entropy"], dtype=float)
+            figures["entropy_accuracy"] = float(last_accuracy(by_entropy[None], counts))
         figures["task_known_forgetting"] = forgetting(_matrix(stages, "task_known"))
     if last is not None and tuner.router != trainer.args.make_router():
         # Earlier stages were measured with another router and cannot be compared with this one.

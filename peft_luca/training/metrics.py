@@ -31,7 +31,7 @@ COMPARING_STAGES = (
 )  # fmt: skip
 
 Record = dict[str, Any]  # a learned task, as in results.json
-Measured = dict[str, list[float | None]]  # "accuracy", "routing" and "task_known" of each learned task
+Measured = dict[str, list[float | None]]  # "accuracy", "routing", "task_known" and "entropy" of each learned task
 
 
 def stage_accuracies(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> Floats:
@@ -278,8 +278,10 @@ def task_line(done: int, tasks: int, record: Record, figures: dict[str, Any], cl
     line = f"task {done}/{tasks} {record['name']} ({names}), {record['seconds']:.1f} s"
     if figures.get("last_accuracy") is None:
         return f"{line}: no test images"
+    by_entropy = figures.get("entropy_accuracy")
+    beside = "" if by_entropy is None else f" ({by_entropy:.3f} by entropy)"
     return (
-        f"{line}: accuracy {figures['last_accuracy']:.3f} over {pluralize(classes, 'class')}, "
+        f"{line}: accuracy {figures['last_accuracy']:.3f}{beside} over {pluralize(classes, 'class')}, "
         f"{figures['task_known_accuracy']:.3f} with the task known, right expert {figures['routing_accuracy']:.3f}"
     )
 

@@ -20,7 +20,7 @@ from .experts import ExpertStore, NewExpert
 
 # Of all layers, since a layer that holds a lock could not be copied or pickled.
 _PREPARING = threading.RLock()
-_DEFAULT_ROUTER = make_router("entropy")
+_DEFAULT_ROUTER = make_router("auto")
 
 
 class LucaExperts:
@@ -51,6 +51,9 @@ class LucaExperts:
 
     def expert_logits(self, features: Tensor, name: str) -> Tensor:
         return self.layer.expert_logits(features, name)
+
+    def scale(self, name: str) -> Tensor:
+        return self.layer.scale(name)
 
     def unit_features(self, features: Tensor) -> Tensor:
         return self.layer.unit_features(features, min(self.names))
@@ -91,7 +94,8 @@ class LucaLayer(ExpertStore):
         if self.disable_adapters or not self.active_adapters:
             active = "none (the base model's own head)"
         else:
-            active = f"router {self.router!r}" if self.router else f"expert {self.active_adapters[0]!r}"
+            router = self.router.describe(self.experts) if self.router else None
+            active = f"router {router}" if router else f"expert {self.active_adapters[0]!r}"
         classes_known = pluralize(len(self.label_space.classes), "class")
         lines = [f"{pluralize(len(self.configs), 'expert')}, {classes_known}; active: {active}"]
         for name, config in list(self.configs.items())[:limit]:
@@ -188,9 +192,9 @@ class LucaLayer(ExpertStore):
 
         return torch.stack([scores_of(name) for name in adapter_names or self.configs], dim=1)
 
-    def route_features(self, z: Tensor, expert: Tensor | None = None) -> RoutingOutput:
-        """See [`LucaModel.route_features`]."""
-        router = OracleRouter(expert) if expert is not None else self.router or _DEFAULT_ROUTER
+    def route_features(self, z: Tensor, expert: Tensor | None = None, router: Router | None = None) -> RoutingOutput:
+        """See [`LucaModel.route_features`]. `router` is used in place of the one that is set."""
+        router = OracleRouter(expert) if expert is not None else router or self.router or _DEFAULT_ROUTER
         # A graph that is compiled or exported holds for every batch size, and splitting would fix it.
         experts = self.experts
         limit = None if torch.compiler.is_compiling() else router.batch_limit(experts)

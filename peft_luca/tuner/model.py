@@ -209,8 +209,9 @@ class LucaModel(PeftHooks):
 
         Args:
             router (`str`, [`Router`], function or `None`):
-                By the experts' scores: `"entropy"` (the paper's) or `"energy"`. By their statistics: `"gaussian"`
-                (recommended), `"lda"` or `"ridge"`. `"oracle"` needs `route(..., expert=...)`. A function takes scores
+                `"auto"`, the default: `"gaussian"` where every expert has statistics, otherwise `"nearest"`. By the
+                experts' scores: `"nearest"`, `"entropy"` (the paper's) or `"energy"`. By their statistics:
+                `"gaussian"`, `"lda"` or `"ridge"`. `"oracle"` needs `route(..., expert=...)`. A function takes scores
                 `(batch, experts, C)` and returns costs `(batch, experts)`; the lowest answers. `None` switches routing
                 off: the active expert answers.
             options: Options of the router, such as `temperature=2.0` or `unknown_below=0.5`.
@@ -242,7 +243,7 @@ class LucaModel(PeftHooks):
     @torch.no_grad()
     def route(self, pixel_values: Tensor, expert: Tensor | None = None) -> RoutingOutput:
         """
-        Routes images with the router that is set, or by entropy, in one pass of the trunk.
+        Routes images with the router that is set, `"auto"` by default, in one pass of the trunk.
 
         Args:
             pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Preprocessed images.

@@ -81,6 +81,9 @@ class FakeExperts:
     def expert_logits(self, features, name):
         return self.sigma * self.adapted(features, name) @ self.rows[name].T
 
+    def scale(self, name):
+        return torch.tensor(self.sigma)
+
     def unit_features(self, features):
         return unit_features(features)
 
