@@ -21,7 +21,7 @@ from torch import nn
 
 from ..routing import Router, make_router
 from ..routing.statistics import ClassStatistics
-from ..tuner.backbone import check_backbone
+from ..tuner.backbone import check_backbone, warn_of_processor
 from ..tuner.experts import NewExpert
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import LucaExperts, LucaLayer, find_layer
@@ -136,6 +136,7 @@ def load_experts(
     rename: Mapping[str, Mapping[str, str]] | None = None,
     allow_mismatch: bool = False,
     statistics: bool = True,
+    processing_class: Any = None,
 ) -> PeftModel:
     """
     Composes experts, of one owner or of several, into one classifier, without training. All files are read and checked
@@ -154,6 +155,9 @@ def load_experts(
         allow_mismatch (`bool`, *optional*, defaults to `False`): Load experts of another backbone too.
         statistics (`bool`, *optional*, defaults to `True`):
             Load their statistics too, which routers such as `"gaussian"` need.
+        processing_class (`BaseImageProcessor`, *optional*):
+            The image processor in use. A warning names what differs from that of the experts' training images; without
+            it, they are compared with one another.
 
     Returns:
         [`~peft.PeftModel`]: With the router of the collection when there was one source and it has one.
@@ -177,7 +181,8 @@ def load_experts(
         folders += [(expert, folder / expert) for expert in manifest.names]
     if not folders:
         raise ValueError("there are no experts to load: the list is empty.")
-    return _load(model, folders, manifest if len(named) == 1 else None, rename or {}, allow_mismatch, statistics)
+    manifest = manifest if len(named) == 1 else None
+    return _load(model, folders, manifest, rename or {}, allow_mismatch, statistics, processing_class)
 
 
 def load_expert(
@@ -190,6 +195,7 @@ def load_expert(
     rename: Mapping[str, str] | None = None,
     allow_mismatch: bool = False,
     statistics: bool = True,
+    processing_class: Any = None,
 ) -> PeftModel:
     """
     Adds one expert to a backbone, or to a model that has experts already, as [`load_experts`] does.
@@ -200,7 +206,7 @@ def load_expert(
             What the expert is called in the model, by default the last part of its id. Of a collection: which of its
             experts; no other is downloaded, and the collection's router is not set.
         rename (`dict`, *optional*): Other names for classes, `{class: name}`.
-        model, revision, token, allow_mismatch, statistics: See [`load_experts`].
+        model, revision, token, allow_mismatch, statistics, processing_class: See [`load_experts`].
     """
     # A pattern in place of a name would download other experts.
     places = ["", f"{name}/"] if name and NAME_RULE.fullmatch(name) else [""]
@@ -211,7 +217,8 @@ def load_expert(
             raise ValueError(f"{source} is a collection of {list_names(names)}. Name one of them, got {name!r}.")
         folder = folder / str(name)
     name = name or _name_after(source, model)
-    return _load(model, [(name, folder)], None, {name: rename} if rename else {}, allow_mismatch, statistics)
+    renamed = {name: rename} if rename else {}
+    return _load(model, [(name, folder)], None, renamed, allow_mismatch, statistics, processing_class)
 
 
 def _local(
@@ -249,6 +256,7 @@ def _load(
     rename: Mapping[str, Mapping[str, str]],
     allow_mismatch: bool,
     statistics: bool,
+    processing_class: Any,
 ) -> PeftModel:
     """Reads and checks everything, then adds the experts to the model."""
     tuner = tuner_of(model) if isinstance(model, PeftModel) else None
@@ -266,6 +274,8 @@ def _load(
     device = tuner.layer.experts.device if tuner else next(model.parameters()).device
     preview = LucaExperts(layer, device, experts)
     router = _make_router(manifest, preview) if manifest and manifest.router is not None else None
+    configs = dict(layer.configs, **{name: expert.config for name, expert in experts.items()})
+    warn_of_processor(configs, processing_class)
 
     # From here on nothing is refused.
     for name, expert in experts.items():
