@@ -51,8 +51,8 @@ STEPS = {
 PROCESSOR = [name for step, parameters in STEPS.items() for name in (step, *parameters)]
 # Largest distance of [CLS] on the reference pictures, in deviations, at which another backbone still counts as the
 # same one. Other weights may be those of another dtype, which is measured as it rounds: of DINOv2-small float16 is
-# 0.0001 away, bfloat16 0.016 and int8 0.036. With the same weights nothing is rounded otherwise: other settings, such
-# as an approximated GELU (0.0005), have less room.
+# 0.0001 away, bfloat16 0.016 and int8 0.036. With the same weights nothing is rounded otherwise: other settings have
+# less room, enough for an approximated GELU (0.006), and too little for an epsilon of 0.001 (0.5).
 BACKBONE_TOLERANCE = 0.05
 SETTINGS_TOLERANCE = 0.02
 
@@ -103,7 +103,7 @@ class BackboneFacts:
 
     _known: ClassVar[WeakKeyDictionary[nn.Module, BackboneFacts]] = WeakKeyDictionary()
 
-    def __init__(self, model: nn.Module, tensors: list[Tensor], norm_eps: set[Any], version: Any) -> None:
+    def __init__(self, model: nn.Module, tensors: list[Tensor], norm_eps: set[float], version: Any) -> None:
         self.version = version
         digests = [] if any(t.is_meta for t in tensors) else [digest(tensor) for tensor in tensors]
         self.fingerprint = fingerprint(digests) if digests else None
@@ -112,7 +112,7 @@ class BackboneFacts:
         settings: dict[str, Any] = getattr(config, "to_dict", dict)()
         self.architecture = {name: value for name, value in settings.items() if name not in NOT_OF_THE_TRUNK}
         self.settings = _plain({**settings, **(settings.get("vision_config") or {})}, SETTINGS)
-        self.settings |= {"norm_eps": sorted(eps for eps in norm_eps if isinstance(eps, float))}
+        self.settings |= {"norm_eps": sorted(norm_eps)}
         self.architecture |= {**self.settings, "class": type(model).__qualname__}
         self.image_size = _first(getattr(config, "image_size", None))
         self.patch_size = _first(getattr(config, "patch_size", None))
@@ -133,7 +133,7 @@ class BackboneFacts:
         trunk = _without_head(model, head_name)
         tensors = [t for t in trunk.state_dict().values() if isinstance(t, Tensor)]
         # As the modules have it: a config may not name it, or name it otherwise.
-        eps = {getattr(module, "eps", None) for module in trunk.modules()}
+        eps = {e for module in trunk.modules() if isinstance(e := getattr(module, "eps", None), float)}
         version = (tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference()), sample(tensors), eps)
         facts = cls._known.get(model)
         if facts is None or facts.version != version:

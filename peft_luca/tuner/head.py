@@ -56,8 +56,8 @@ def find_head(model: Any, config: LucaConfig) -> Head:
     name, module = matches[0], modules[matches[0]]
     if _is_in_trunk(name, model, model_type):
         raise ValueError(
-            f"target_modules names {name!r}, a part of the trunk of {kind}, but LuCA takes the place of the head, such "
-            "as 'classifier'. Leave target_modules out; a file that asks for it is not that of a sound expert."
+            f"target_modules names {name!r}, a part of the trunk of {kind}, but LuCA takes the place of the head. "
+            "Leave target_modules out. Do not load an expert whose file asks for this."
         )
     if isinstance(module, LucaLayer):
         return Head(name, module.width, module.input_width)
