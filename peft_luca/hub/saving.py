@@ -23,7 +23,7 @@ from transformers.utils import logging
 from ..routing import Router, make_router
 from ..routing.statistics import ClassStatistics
 from ..routing.statistics_routers import AutoRouter
-from ..tuner.backbone import check_backbone
+from ..tuner.backbone import check_backbone, warn_of_processor
 from ..tuner.experts import NewExpert
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import LucaExperts, LucaLayer, find_layer
@@ -139,6 +139,7 @@ def load_experts(
     rename: Mapping[str, Mapping[str, str]] | None = None,
     allow_mismatch: bool = False,
     statistics: bool = True,
+    processing_class: Any = None,
 ) -> PeftModel:
     """
     Composes experts, of one owner or of several, into one classifier, without training. All files are read and checked
@@ -157,6 +158,9 @@ def load_experts(
         allow_mismatch (`bool`, *optional*, defaults to `False`): Load experts of another backbone too.
         statistics (`bool`, *optional*, defaults to `True`):
             Load their statistics too, which routers such as `"gaussian"` need.
+        processing_class (`BaseImageProcessor`, *optional*):
+            The image processor in use. A warning names what differs from that of the experts' training images; without
+            it, they are compared with one another.
 
     Returns:
         [`~peft.PeftModel`]: With the router of the collection when there was one source; otherwise with the one that
@@ -182,7 +186,7 @@ def load_experts(
     if not folders:
         raise ValueError("there are no experts to load: the list is empty.")
     one = manifest if len(named) == 1 else None
-    loaded = _load(model, folders, one, rename or {}, allow_mismatch, statistics)
+    loaded = _load(model, folders, one, rename or {}, allow_mismatch, statistics, processing_class)
     tuner = tuner_of(loaded)
     if one is None and tuner.router is None and len(tuner.experts) > 1:
         tuner.layer.router = router = AutoRouter()  # prepared when it is used, since another may be set before
@@ -203,6 +207,7 @@ def load_expert(
     rename: Mapping[str, str] | None = None,
     allow_mismatch: bool = False,
     statistics: bool = True,
+    processing_class: Any = None,
 ) -> PeftModel:
     """
     Adds one expert to a backbone, or to a model that has experts already, as [`load_experts`] does.
@@ -213,7 +218,7 @@ def load_expert(
             What the expert is called in the model, by default the last part of its id. Of a collection: which of its
             experts; no other is downloaded, and the collection's router is not set.
         rename (`dict`, *optional*): Other names for classes, `{class: name}`.
-        model, revision, token, allow_mismatch, statistics: See [`load_experts`].
+        model, revision, token, allow_mismatch, statistics, processing_class: See [`load_experts`].
     """
     # A pattern in place of a name would download other experts.
     places = ["", f"{name}/"] if name and NAME_RULE.fullmatch(name) else [""]
@@ -224,7 +229,8 @@ def load_expert(
             raise ValueError(f"{source} is a collection of {list_names(names)}. Name one of them, got {name!r}.")
         folder = folder / str(name)
     name = name or _name_after(source, model)
-    return _load(model, [(name, folder)], None, {name: rename} if rename else {}, allow_mismatch, statistics)
+    renamed = {name: rename} if rename else {}
+    return _load(model, [(name, folder)], None, renamed, allow_mismatch, statistics, processing_class)
 
 
 def _local(
@@ -262,6 +268,7 @@ def _load(
     rename: Mapping[str, Mapping[str, str]],
     allow_mismatch: bool,
     statistics: bool,
+    processing_class: Any,
 ) -> PeftModel:
     """Reads and checks everything, then adds the experts to the model."""
     tuner = tuner_of(model) if isinstance(model, PeftModel) else None
@@ -279,6 +286,8 @@ def _load(
     device = tuner.layer.experts.device if tuner else next(model.parameters()).device
     preview = LucaExperts(layer, device, experts)
     router = _make_router(manifest, preview) if manifest and manifest.router is not None else None
+    configs = dict(layer.configs, **{name: expert.config for name, expert in experts.items()})
+    warn_of_processor(configs, processing_class)
 
     # From here on nothing is refused.
     for name, expert in experts.items():

@@ -23,6 +23,7 @@ from ..data.task_stream import Task, TaskStream
 from ..hub.publishing import push_experts
 from ..hub.saving import load_experts
 from ..preprocessing import channels_of
+from ..tuner.backbone import warn_of_processor
 from ..tuner.config import LucaConfig
 from ..tuner.model import quiet_peft, tuner_of
 from ..utils import pluralize
@@ -72,6 +73,7 @@ class ContinualTrainer(PublishingTrainer):
             check_task(task, model, args)
         if isinstance(model, PeftModel):
             tuner_of(model).layer.experts.prepared(args.make_router())  # raises if an expert lacks statistics
+            warn_of_processor(tuner_of(model).layer.configs, processing_class)
         collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
         given: dict[str, Any] = {"processing_class": processing_class, "data_collator": collator, "eval_dataset": []}
@@ -322,7 +324,7 @@ class ContinualTrainer(PublishingTrainer):
         records = self.folder.read(run_settings(self.args, self.luca_config), self.stream, refuse)
         sources = {r["name"]: self.folder.path / r["name"] for r in records if not r.get("deleted")}
         if sources:
-            self._set_model(load_experts(self.model, sources))
+            self._set_model(load_experts(self.model, sources, processing_class=self.processing_class))
         if not records:
             return
         self._records = records

@@ -23,6 +23,7 @@ from ..hub.publishing import push_expert
 from ..hub.saving import save_expert
 from ..hub.validation import MAX_NUMBER
 from ..preprocessing import channels_of
+from ..tuner.backbone import processor_facts, warn_of_processor
 from ..tuner.model import LucaModel, tuner_of
 from .arguments import ContinualTrainingArguments
 from .batches import EpochBatches, collate, make_extractor
@@ -147,8 +148,10 @@ class ExpertTrainer(PublishingTrainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As [`~transformers.Trainer.train`]. Raises a `FloatingPointError` if a loss or weight is not finite."""
         tuner = self.tuner
+        config = tuner.peft_config[self.expert]
+        warn_of_processor(tuner.layer.configs, self.processing_class)
+        config.processor = processor_facts(self.processing_class) or config.processor
         if self.new_expert:
-            config = tuner.peft_config[self.expert]
             if config.whitening:
                 data = self._plain_features()
                 tuner.compute_reference(self.expert, data.features, data.labels)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..utils import list_names, show
 from .config import LucaConfig
 from .head import Head
 from .layer import LucaLayer, cls_of
@@ -28,9 +30,31 @@ NOT_OF_THE_TRUNK = (
     "id2label label2id num_labels problem_type _name_or_path name_or_path transformers_version architectures dtype "
     "torch_dtype return_dict output_attentions output_hidden_states"
 ).split()
+# Settings that move [CLS] and leave its tensors as they are, by their names in the configs of the families in
+# docs/backbones.md. Others (attention kernels, dropout, labels, versions) do not count.
+SETTINGS = (
+    "model_type architecture model_args do_pooling hidden_act num_attention_heads num_heads depths image_size "
+    "patch_size patch_sizes strides num_channels num_register_tokens use_swiglu_ffn use_gated_mlp use_mean_pooling "
+    "vision_use_head rope_theta window_size pretrained_window_sizes sequence_reduction_ratios sr_ratios "
+    "linear_attention"
+).split()
+# Steps of an image processor that move pixels, each with its parameters.
+STEPS = {
+    "do_resize": ("size", "resample", "crop_pct"),
+    "do_center_crop": ("crop_size",),
+    "do_pad": ("pad_size",),
+    "do_rescale": ("rescale_factor", "rescale_offset"),
+    "do_normalize": ("image_mean", "image_std"),
+    "do_flip_channel_order": (),
+    "data_config": (),  # of timm's
+}
+PROCESSOR = [name for step, parameters in STEPS.items() for name in (step, *parameters)]
 # Largest distance of [CLS] on the reference pictures, in deviations, at which another backbone still counts as the
-# same one: float16 and bfloat16 copies are below 0.01, other weights above 1 (tests/tuner/test_backbone.py).
+# same one. Other weights may be those of another dtype, which is measured as it rounds: of DINOv2-small float16 is
+# 0.0001 away, bfloat16 0.016 and int8 0.036. With the same weights nothing is rounded otherwise: other settings have
+# less room, enough for an approximated GELU (0.006), and too little for an epsilon of 0.001 (0.5).
 BACKBONE_TOLERANCE = 0.05
+SETTINGS_TOLERANCE = 0.02
 
 
 @torch.no_grad()
@@ -71,19 +95,25 @@ class BackboneFacts:
 
     Attributes:
         fingerprint (`str` or `None`): See [`fingerprint`]. `None` while the weights are on the meta device.
+        old_fingerprint (`str` or `None`): As experts have it that were trained before tensors' places counted.
+        settings (`dict`): Those of [`SETTINGS`] that the model's config has, and `norm_eps` of its normalizations.
         architecture (`dict`): The model's class and its config, without the entries that do not move [CLS].
         image_size (`int` or `None`): Side of the images that the model takes, in pixels.
     """
 
     _known: ClassVar[WeakKeyDictionary[nn.Module, BackboneFacts]] = WeakKeyDictionary()
 
-    def __init__(self, model: nn.Module, tensors: list[Tensor], version: Any) -> None:
+    def __init__(self, model: nn.Module, tensors: list[Tensor], norm_eps: set[float], version: Any) -> None:
         self.version = version
-        self.fingerprint = None if any(t.is_meta for t in tensors) else fingerprint(tensors)
+        digests = [] if any(t.is_meta for t in tensors) else [digest(tensor) for tensor in tensors]
+        self.fingerprint = fingerprint(digests) if digests else None
+        self.old_fingerprint = fingerprint(sorted(digests)) if digests else None
         config = getattr(model, "config", None)
         settings: dict[str, Any] = getattr(config, "to_dict", dict)()
         self.architecture = {name: value for name, value in settings.items() if name not in NOT_OF_THE_TRUNK}
-        self.architecture["class"] = type(model).__qualname__
+        self.settings = _plain({**settings, **(settings.get("vision_config") or {})}, SETTINGS)
+        self.settings |= {"norm_eps": sorted(norm_eps)}
+        self.architecture |= {**self.settings, "class": type(model).__qualname__}
         self.image_size = _first(getattr(config, "image_size", None))
         self.patch_size = _first(getattr(config, "patch_size", None))
         self.interpolates = getattr(config, "model_type", None) in INTERPOLATING
@@ -100,11 +130,14 @@ class BackboneFacts:
         `.data`: a sample of each tensor's numbers notices them, which may miss an edit of a few numbers.
         """
         # Of the trunk alone: to list the tensors of a thousand experts takes longer than to look at it.
-        tensors = [t for t in _without_head(model, head_name).state_dict().values() if isinstance(t, Tensor)]
-        version = (tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference()), sample(tensors))
+        trunk = _without_head(model, head_name)
+        tensors = [t for t in trunk.state_dict().values() if isinstance(t, Tensor)]
+        # As the modules have it: a config may not name it, or name it otherwise.
+        eps = {e for module in trunk.modules() if isinstance(e := getattr(module, "eps", None), float)}
+        version = (tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference()), sample(tensors), eps)
         facts = cls._known.get(model)
         if facts is None or facts.version != version:
-            facts = cls._known[model] = cls(model, tensors, version)
+            facts = cls._known[model] = cls(model, tensors, eps, version)
         return facts
 
     def reference(self, read: Callable[..., Tensor], whitening: bool) -> Reference:
@@ -133,16 +166,57 @@ class BackboneFacts:
         return self._references[whitening]
 
 
-def fingerprint(tensors: list[Tensor]) -> str:
-    """SHA-256 over the sorted digests of tensors: of their type, shape and bytes, not of their names or order."""
-    digests = []
-    for tensor in tensors:
-        if type(tensor) not in (Tensor, nn.Parameter):  # torchao's quantized tensors have no bytes of their own
-            tensor = tensor.dequantize()
-        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        digests.append(digest.digest())
-    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
+def fingerprint(digests: list[bytes]) -> str:
+    """SHA-256 over the digests of a trunk's tensors in their order, which outlives their names in transformers."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def digest(tensor: Tensor) -> bytes:
+    """SHA-256 of a tensor's type, shape and bytes."""
+    if type(tensor) not in (Tensor, nn.Parameter):  # torchao's quantized tensors have no bytes of their own
+        tensor = tensor.dequantize()
+    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+def processor_facts(processing_class: Any) -> dict[str, Any] | None:
+    """What an image processor does to pixels, as JSON holds it; `None` if it does not say."""
+    processor = getattr(processing_class, "image_processor", processing_class)
+    settings = processor.to_dict() if hasattr(processor, "to_dict") else getattr(processor, "__dict__", {})
+    names = [name for step, names in STEPS.items() if settings.get(step) for name in (step, *names)]
+    return _plain(settings, names) or None
+
+
+def _plain(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of `values` that have one of the names and are not `None`, as they come back from a JSON file."""
+    found = {name: values[name] for name in names if values.get(name) is not None}
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return plain
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any], names: Iterable[str]) -> str:
+    """`size 224 there, 384 here`, for each name whose values differ."""
+    differing = [name for name in names if there.get(name) != here.get(name)]
+    return ", ".join(f"{name} {show(there.get(name))} there, {show(here.get(name))} here" for name in differing)
+
+
+def warn_of_processor(experts: Mapping[str, LucaConfig], processing_class: Any = None) -> None:
+    """
+    Warns of experts that were trained with another image processor than the one that is given, or, without it, than
+    that of the first expert whose processor is known. Names what differs.
+    """
+    known = {name: config.processor for name, config in experts.items() if config.processor}
+    here, whose = processor_facts(processing_class), "the one that is given"
+    if here is None and known:
+        here, whose = next(iter(known.values())), f"that of {next(iter(known))!r}"
+    differing = {name: there for name, there in known.items() if there != here}
+    if here and (moved := [_differences(there, here, PROCESSOR) for there in differing.values()]):
+        warnings.warn(
+            f"the experts {list_names(differing)} were trained with another image processor than {whose}: {moved[0]}. "
+            "They may be less accurate. Use the image processor of their training.",
+            stacklevel=3,
+        )
 
 
 def sample(tensors: list[Tensor]) -> bytes:
@@ -179,23 +253,34 @@ def check_backbone(
     model: nn.Module, head: Head, config: LucaConfig, adapter_name: str, state_dict: Mapping[str, Tensor]
 ) -> None:
     """
-    Compare the backbone with the one on which an expert was trained, before anything is changed: by fingerprint, and
-    where that differs (another dtype, a quantized trunk) by [CLS] on the reference pictures.
+    Compare the backbone with the one on which an expert was trained, before anything is changed: by fingerprint and
+    settings, and where they differ (another dtype, a quantized trunk) by [CLS] on the reference pictures.
     """
     if config.allow_mismatch or config.fingerprint is None:
         return
     backbone = BackboneFacts.of(model, head.name)
-    if backbone.fingerprint in (None, config.fingerprint):
+    if backbone.fingerprint is None:
+        return
+    settings, saved = config.backbone_settings, _saved_reference(state_dict)
+    is_old = settings is None  # its fingerprint knows neither places nor settings
+    found = backbone.old_fingerprint if is_old else backbone.fingerprint
+    # A setting that only one version of transformers or of this package knows is not compared.
+    names = [name for name in backbone.settings if name in (settings or ())]
+    differing = ["other weights"] if found != config.fingerprint else []
+    if moved := _differences(settings or {}, backbone.settings, names):
+        differing.append(f"other settings ({moved})")
+    if not differing and (not is_old or saved is None):
         return
     refusal = (
         f"expert {adapter_name!r} was trained on the backbone {config.fingerprint[:12]} "
-        f"({config.base_model_name_or_path or 'unnamed'}), but this one is {backbone.fingerprint[:12]} "
-        f"({getattr(model, 'name_or_path', '') or 'unnamed'})"
+        f"({config.base_model_name_or_path or 'unnamed'}), but this one is {str(found)[:12]} "
+        f"({getattr(model, 'name_or_path', '') or 'unnamed'}) with "
+        f"{' and '.join(differing) or 'its tensors in other places, or other settings'}"
     )
     remedy = "Load the backbone on which it was trained, or set allow_mismatch=True to load it all the same."
-    saved = _saved_reference(state_dict)
     if saved is None:
         raise ValueError(f"{refusal}, and it has no reference to compare [CLS] by. {remedy}")
+    tolerance = BACKBONE_TOLERANCE if differing == ["other weights"] else SETTINGS_TOLERANCE
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()  # without dropout
@@ -204,16 +289,17 @@ def check_backbone(
     finally:
         for module in training:
             module.training = True
-    if not distance <= BACKBONE_TOLERANCE:
+    if not distance <= tolerance:
         raise ValueError(
             f"{refusal}: [CLS] on the reference pictures is {distance:.3g} deviations away, more than "
-            f"{BACKBONE_TOLERANCE}. {remedy}"
+            f"{tolerance}. {remedy}"
         )
-    warnings.warn(
-        f"{refusal}. [CLS] on the reference pictures is only {distance:.2g} deviations away, as with another dtype or "
-        "a quantized trunk, so it was loaded.",
-        stacklevel=2,
-    )
+    if differing:
+        warnings.warn(
+            f"{refusal}. [CLS] on the reference pictures is only {distance:.2g} deviations away, as with another "
+            "dtype or a quantized trunk, so it was loaded.",
+            stacklevel=2,
+        )
 
 
 def _saved_reference(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:

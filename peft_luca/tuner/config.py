@@ -8,7 +8,7 @@ from typing import Any
 from peft import PeftConfig
 from peft.utils import PeftType
 
-from ..utils import InvalidExpertError, check_classes
+from ..utils import InvalidExpertError, check_classes, show
 
 
 ARRANGEMENTS = ("adapter_calibrator", "calibrator_adapter", "parallel", "adapter", "calibrator")
@@ -64,7 +64,10 @@ class LucaConfig(PeftConfig):
             `"cls"` accepts only models whose head reads [CLS]. `"any"` accepts any pooled vector, which is outside
             the method.
         target_modules (`str` or `list[str]`, *optional*): Name of the model's head, if it is no `classifier`.
-        fingerprint (`str`, *optional*): Digest of the backbone on which the expert was trained. Filled in.
+        fingerprint (`str`, *optional*):
+            Digest of the tensors of the backbone on which the expert was trained, in their places. Filled in.
+        backbone_settings (`dict`, *optional*): The backbone's settings that move [CLS]. Filled in.
+        processor (`dict`, *optional*): What the image processor of its training images does. Filled in.
         allow_mismatch (`bool`, *optional*, defaults to `False`): Load on any backbone. Not saved.
         read_with (`str`, *optional*): What is needed to load the file. Filled in.
 
@@ -86,6 +89,8 @@ class LucaConfig(PeftConfig):
     pooled: str = _field("cls", "Accepted input of the head.", POOLED)
     target_modules: list[str] | str | None = _field(None, "Name of the model's head.")  # noqa: RUF009
     fingerprint: str | None = _field(None, "Digest of the backbone. Filled in.")
+    backbone_settings: dict[str, Any] | None = _field(None, "The backbone's settings. Filled in.")  # noqa: RUF009
+    processor: dict[str, Any] | None = _field(None, "The image processor's settings. Filled in.")  # noqa: RUF009
     allow_mismatch: bool = _field(False, "Load on another backbone too. Not saved.")
     read_with: str = _field(READ_WITH, "What loads this file. Filled in.")
     # Not a field: files of peft_luca 0.1 have the key, and PEFT passes each key of a file to the constructor.
@@ -116,6 +121,9 @@ class LucaConfig(PeftConfig):
             value = getattr(self, name)
             if not (type(value) is int and value >= 1) and (value is not None or name == "reduction"):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        for name in ("backbone_settings", "processor"):
+            if not isinstance(getattr(self, name), (dict, type(None))):
+                raise ValueError(f"{name} must be a dict, got {show(getattr(self, name))}.")
         number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
         if self.scale is not None and not (number and 0.0 < self.scale < 3.4e38):  # σ is a float32
             raise ValueError(f"scale must be a finite number above 0, got {self.scale!r}.")
@@ -139,7 +147,8 @@ class LucaConfig(PeftConfig):
     def template(self) -> LucaConfig:
         """Returns a copy for other experts: what was filled in is None again, and no backbone is named."""
         filled: dict[str, Any] = dict.fromkeys(self.filled)
-        return replace(self, fingerprint=None, inference_mode=False, **filled)
+        facts: dict[str, Any] = dict.fromkeys(("fingerprint", "backbone_settings", "processor"))
+        return replace(self, inference_mode=False, **facts, **filled)
 
     def widths(self, width: int) -> tuple[int, int]:
         """Widths of the adapter's and of the calibrator's bottleneck, for [CLS] of width d."""

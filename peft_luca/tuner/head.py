@@ -8,6 +8,7 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from ..utils import NAME_RULE
@@ -53,6 +54,11 @@ def find_head(model: Any, config: LucaConfig) -> Head:
             "AutoModelForImageClassification, or name its head with LucaConfig(target_modules=['...'])."
         )
     name, module = matches[0], modules[matches[0]]
+    if _is_in_trunk(name, model, model_type):
+        raise ValueError(
+            f"target_modules names {name!r}, a part of the trunk of {kind}, but LuCA takes the place of the head. "
+            "Leave target_modules out. Do not load an expert whose file asks for this."
+        )
     if isinstance(module, LucaLayer):
         return Head(name, module.width, module.input_width)
     if isinstance(module, AuxiliaryTrainingWrapper):
@@ -77,6 +83,17 @@ def find_head(model: Any, config: LucaConfig) -> Head:
             "ViT or DINOv2 classifier, or set LucaConfig(pooled='any') to use what the head reads."
         )
     return Head(name, input_width // parts, input_width)
+
+
+def _is_in_trunk(name: str, model: Any, model_type: str | None) -> bool:
+    """Whether a module of transformers' model is not its head. Of another model only its user knows."""
+    if model_type == "timm_wrapper":
+        return model.get_submodule(name) is not model.timm_model.get_classifier()
+    top, *inside = name.split(".")
+    trunks = (
+        [top] if top != "classifier" and hasattr(model, "classifier") else [getattr(model, "base_model_prefix", "")]
+    )
+    return isinstance(model, PreTrainedModel) and bool(inside) and top in trunks
 
 
 def _reads_cls(model: Any, model_type: str | None) -> bool:

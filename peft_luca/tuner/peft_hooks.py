@@ -11,7 +11,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 
-from .backbone import BackboneFacts, check_backbone, check_same_reference
+from .backbone import BackboneFacts, check_backbone, check_same_reference, warn_of_processor
 from .config import LucaConfig
 from .head import Head, check_expert_name, find_head
 from .labels import Labels
@@ -46,7 +46,8 @@ class PeftHooks(BaseTuner):
         head = check_new_expert(model, peft_config, adapter_name)
         peft_config.target_modules = [head.name]
         if peft_config.fingerprint is None:
-            peft_config.fingerprint = BackboneFacts.of(model, head.name).fingerprint
+            backbone = BackboneFacts.of(model, head.name)
+            peft_config.fingerprint, peft_config.backbone_settings = backbone.fingerprint, backbone.settings
         self._just_added.add(adapter_name)
 
     def _create_and_replace(  # type: ignore[override]
@@ -123,6 +124,7 @@ class PeftHooks(BaseTuner):
         path, layer = find_layer(model)
         check_backbone(base, find_head(base, config), config, adapter_name, state_dict)
         check_same_reference(layer, adapter_name, state_dict)
+        warn_of_processor(layer.configs)
         state_dict = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         expected = {key: f"{path}.{key}" for key in layer.tensors(adapter_name)}
         missing = sorted({*expected.values()} - {*state_dict})

@@ -34,6 +34,8 @@ from peft_luca.tuner.config import ARRANGEMENTS, NORM_POSITIONS, OWN_RECIPE, POO
         ({"scale": True}, "scale must be a finite number above 0, got True"),
         ({"classes": []}, "classes is empty"),
         ({"classes": "cat"}, "classes must be a list of class names, got the string 'cat'"),
+        ({"backbone_settings": "gelu"}, "backbone_settings must be a dict, got 'gelu'"),
+        ({"processor": [0.5]}, r"processor must be a dict, got \[0\.5\]"),
         ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS', but LucaConfig needs task_type=None"),
     ],
 )
@@ -92,6 +94,8 @@ def test_allow_mismatch_is_not_saved(tmp_path):
             "pooled": st.sampled_from(POOLED),
             "target_modules": st.none() | st.just(["classifier"]),
             "fingerprint": st.none() | st.just("abc"),
+            "backbone_settings": st.none() | st.just({"hidden_act": "gelu", "norm_eps": [1e-12]}),
+            "processor": st.none() | st.just({"do_resize": True, "size": {"height": 16, "width": 16}}),
         },
     )
 )
@@ -107,7 +111,7 @@ def test_every_field_comes_back_from_its_file(values):
     template = config.resolve().template()
     assert {name: getattr(template, name) for name in values} == {
         **values,
-        **dict.fromkeys({"fingerprint"} & {*values}),
+        **dict.fromkeys({"fingerprint", "backbone_settings", "processor"} & {*values}),
     }
 
 
