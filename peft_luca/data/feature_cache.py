@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from ..preprocessing import MissingSourceError, read_bytes, to_rgb, undecoded
+from ..preprocessing import MissingSourceError, read_bytes, undecoded
 from ..tuner.backbone import BackboneFacts
 from .collator import ROW, ImageCollator
 from .feature_file import STORAGE, PartialFeatures, read_features
@@ -210,7 +210,7 @@ class _ReadableImages(Dataset[Any]):
         readable, bad = [], []
         for row, encoded in zip(rows, self.images[rows][column], strict=True):
             try:
-                image = to_rgb(encoded)
+                image = self.collator.read(encoded)
             except MissingSourceError:
                 raise
             except Exception as error:  # decoders raise many kinds of errors for a broken file

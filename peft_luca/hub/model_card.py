@@ -39,7 +39,9 @@ EXPERT_FIGURES = {
     "task_known_accuracy": "Accuracy over its own classes",
     "accuracy": "Accuracy over the classes of all experts, routed",
 }
-CONFIG_SETTINGS = ("arrangement", "norm_position", "reduction", "adapter_width", "calibrator_width", "reference")
+CONFIG_SETTINGS = (
+    "arrangement norm_position reduction adapter_width calibrator_width reference background white_level".split()
+)
 PACKAGES = ("peft", "transformers", "torch", "datasets", "huggingface_hub")
 
 

@@ -72,7 +72,13 @@ class ContinualTrainer(PublishingTrainer):
             check_task(task, model, args)
         if isinstance(model, PeftModel):
             tuner_of(model).layer.experts.prepared(args.make_router())  # raises if an expert lacks statistics
-        collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
+        collator = ImageCollator(
+            processing_class,
+            stream.image_column,
+            channels=channels_of(model),
+            background=template.background,
+            white_level=template.white_level,
+        )
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
         given: dict[str, Any] = {"processing_class": processing_class, "data_collator": collator, "eval_dataset": []}
         super().__init__(model=model, args=args, **given, **kwargs)

@@ -100,6 +100,7 @@ print\(classify\(image, top_k=1\)\)
 ```
 
 `import peft_luca` comes first: [^\n]+
+training\. Only safetensors and JSON are read\.
 
 ## Experts
 
@@ -138,6 +139,7 @@ Sparsity is the share of [^\n]+ Fingerprint of the backbone:
 \| `norm_position` \| after\\_residual \|
 \| `reduction` \| 16 \|
 \| `reference` \| True \|
+\| `background` \| white \|
 
 ### Framework versions
 
