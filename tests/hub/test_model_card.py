@@ -227,6 +227,13 @@ def test_names_of_classes_cannot_make_markup(name):
     assert all(isinstance(tag, str) for tag in tags)
 
 
+def test_marks_of_direction_and_control_reach_no_card():
+    marks = "\u202e\u2066\u200f\u200b\ufeff\u2028\u2029\u061c"
+    text = card({"t": [f"c{marks}at", "👩\u200d🚀"]}, card_data={"model_name": f"mine{marks}"})
+    assert not set(text) & set(marks)
+    assert "| t | 2: c at, 👩\u200d🚀 |" in text
+
+
 def test_class_tags():
     assert class_tag("Red fox") == "class:red-fox"
     assert class_tag("RED_FOX ") == "class:red-fox"
