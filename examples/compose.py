@@ -13,7 +13,7 @@ from cil import BUNDLED_BACKBONE, load_backbone
 from helpers import learn, some_digits
 from transformers import AutoImageProcessor, pipeline
 
-from peft_luca import TaskStream, load_experts, save_expert
+from peft_luca import LucaPipeline, TaskStream, load_experts, save_expert
 
 
 def main() -> None:
@@ -29,8 +29,9 @@ def main() -> None:
     images = some_digits(0, 1, 2, 3)
     names = images.features["label"].names
     processor = AutoImageProcessor.from_pretrained(BUNDLED_BACKBONE)
-    classify = pipeline("image-classification", model=model.get_base_model(), image_processor=processor)
-    answers = classify([image.convert("RGB") for image in images["image"]], top_k=1, batch_size=32)
+    options = {"image_processor": processor, "pipeline_class": LucaPipeline}
+    classify = pipeline("image-classification", model=model, **options)
+    answers = classify(images["image"][:], top_k=1, batch_size=32)
     right = sum(answer[0]["label"] == names[label] for answer, label in zip(answers, images["label"], strict=True))
     print(f"{right} of {len(images)} images classified right")
 

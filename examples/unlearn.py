@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from helpers import learn, some_digits
 
-from peft_luca import TaskStream
+from peft_luca import TaskStream, pixel_values
 
 
 def main() -> None:
@@ -21,8 +21,7 @@ def main() -> None:
     tasks.pop("middle")
     never = learn(TaskStream.from_tasks(tasks), num_train_epochs=5)
 
-    images = [image.convert("RGB") for image in some_digits(*range(10))[:100]["image"]]
-    pixels = never.processing_class(images=images, return_tensors="pt")["pixel_values"]
+    pixels = pixel_values(never.model, some_digits(*range(10))[:100]["image"], never.processing_class)
     for router in ("entropy", "gaussian"):
         logits = []
         for model in (trainer.model, never.model):

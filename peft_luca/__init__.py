@@ -7,6 +7,7 @@ from .data.feature_cache import FeatureDataset
 from .data.task_stream import Task, TaskStream
 from .hub.publishing import list_experts, push_expert, push_experts
 from .hub.saving import load_expert, load_experts, save_expert, save_experts
+from .inference import LucaPipeline, pixel_values
 from .routing import Router, RoutingOutput
 from .training.arguments import ContinualTrainingArguments
 from .training.continual_trainer import ContinualTrainer
@@ -33,6 +34,7 @@ __all__ = [
     "LucaConfig",
     "LucaLayer",
     "LucaModel",
+    "LucaPipeline",
     "Router",
     "RoutingOutput",
     "Task",
@@ -42,6 +44,7 @@ __all__ = [
     "list_experts",
     "load_expert",
     "load_experts",
+    "pixel_values",
     "push_expert",
     "push_experts",
     "save_expert",

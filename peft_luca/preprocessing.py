@@ -1,10 +1,12 @@
-"""Images of any kind -> upright RGB images for the image processor, and random crops of them."""
+"""Images of any kind -> upright RGB images -> pixel values, and random crops."""
 
 from __future__ import annotations
 
 import io
 import math
 import os
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import datasets
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from PIL import ExifTags, Image, ImageOps
-from torch import nn
+from torch import Tensor, nn
 
 
 # EXIF orientation -> what turns the image upright.
@@ -25,27 +27,39 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+WHITE_REMEDY = "Set LucaConfig(white_level=...) to the value of white, such as 255 or 4095."
 
 
 class MissingSourceError(OSError):
     """The folder, archive, disk or server of the images is missing. This is not the fault of one image."""
 
 
-def to_rgb(image: Any) -> Image.Image:
+def read_image(
+    image: Any, channels: int = 3, background: str = "white", white_level: float | None = None
+) -> Image.Image:
     """
-    Converts an image to upright RGB with 8 bits per channel. Of an animation it takes the first frame.
-
-    Alpha is dropped, as in `Image.convert("RGB")` of Pillow. 16 bits are scaled to 8. For floats and 32-bit integers
-    no file says which value is white: whole numbers take the first of 1, 255 and 65535 that is no smaller than their
-    largest value, fractions take 1, and both take their largest value if it is larger.
+    Reads an image of any kind, upright and with 8 bits per channel. Of an animation it takes the first frame. Floats
+    and integers of more than 8 bits are scaled by their type: no image is looked at to find which value is white.
 
     Args:
-        image (`PIL.Image.Image` or `dict`): An image, or its `bytes` or `path` as a dataset stores it.
+        image (`PIL.Image.Image`, `numpy.ndarray`, `str`, `Path` or `dict`):
+            An image, its path, or its `bytes` or `path` as a dataset stores it.
+        channels (`int`, *optional*, defaults to `3`): 3 for RGB, 1 for grey.
+        background (`str`, *optional*, defaults to `"white"`): Colour, as Pillow names it, behind transparent pixels.
+        white_level (`float`, *optional*):
+            Value of white in images of more than 8 bits. By default 65535 for integers and 1 for floats.
+
+    Raises:
+        ValueError: the values of an image go far beyond white.
     """
+    if isinstance(image, np.ndarray):
+        image = datasets.Image().encode_example(image)  # as a dataset stores it
+    if isinstance(image, str | os.PathLike):
+        image = {"path": os.fspath(image)}
     if isinstance(image, dict):
         image = Image.open(io.BytesIO(read_bytes(image)))
     if not isinstance(image, Image.Image):
-        raise TypeError(f"found a {type(image).__name__}; needed a PIL image, or its bytes or path in a dict")
+        raise TypeError(f"found a {type(image).__name__}; needed a PIL image, an array, a path, or bytes in a dict")
     image.load()  # first, because Pillow turns a TIFF when it loads it
     try:  # ImageOps.exif_transpose writes EXIF anew, and fails if it is broken
         method = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation))  # type: ignore[arg-type]
@@ -53,24 +67,37 @@ def to_rgb(image: Any) -> Image.Image:
         method = None
     image = image if method is None else image.transpose(method)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        image = _to_eight_bits(image)
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # gives the same colors without PIL's warning
+        image = _to_eight_bits(image, white_level)
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, background), image.convert("RGBA"))
     rgb: Image.Image = image.convert("RGB")
     rgb.info = {}  # an EXIF orientation that is kept would turn the image a second time
-    return rgb
+    return rgb.convert("L") if channels == 1 else rgb
 
 
-def _to_eight_bits(image: Image.Image) -> Image.Image:
+def _to_eight_bits(image: Image.Image, white_level: float | None) -> Image.Image:
     values = np.asarray(image).astype(np.float32)
-    white = 65535.0
-    if image.mode in ("I", "F"):
-        finite = values[np.isfinite(values)]
-        largest = float(finite.max(initial=0.0))
-        whole = bool((finite == np.round(finite)).all())
-        white = next((white for white in ((1.0, 255.0, 65535.0) if whole else (1.0,)) if largest <= white), largest)
-        values = np.nan_to_num(values, posinf=white)
+    white = white_level or (1.0 if image.mode == "F" else 65535.0)
+    largest = float(values[np.isfinite(values)].max(initial=0.0))
+    if largest > 2 * white:  # a little more than white is white, as resizing makes it
+        kind = "of floats" if image.mode == "F" else "of more than 8 bits"
+        raise ValueError(f"its values go up to {largest:g}, but white is {white:g} in images {kind}. {WHITE_REMEDY}")
+    if white_level is None and image.mode != "F" and 0 < largest < 4096:
+        # The same text for every image: it is shown once.
+        message = "an image of 16 bits has no value above 4095, as with 12 bits or fewer, and is seen almost black."
+        warnings.warn(f"{message} If its white is not 65535: {WHITE_REMEDY}", stacklevel=3)
+    values = np.nan_to_num(values, posinf=white)
     return Image.fromarray((values.clip(0.0, white) * (255.0 / white)).round().astype(np.uint8))
+
+
+def make_pixels(images: Iterable[Any], processing_class: Any, **options: Any) -> Tensor:
+    """
+    Images of any kind → pixel values, `(batch, channels, height, width)`: the one way, for training and for use.
+    `options` are those of [`read_image`].
+    """
+    read = [read_image(image, **options) for image in images]
+    pixels: Tensor = processing_class(images=read, return_tensors="pt")["pixel_values"]
+    return pixels
 
 
 def read_bytes(image: dict[str, Any]) -> bytes:
@@ -121,7 +148,7 @@ def _missing_source(path: str, error: Exception) -> str | None:
 
 
 def undecoded(dataset: Any, image_column: str) -> Any:
-    """Returns the dataset with its images undecoded, so that only [`to_rgb`] decodes them."""
+    """Returns the dataset with its images undecoded, so that only [`read_image`] decodes them."""
     features = getattr(dataset, "features", None) or {}
     if not isinstance(features.get(image_column), datasets.Image):
         return dataset
@@ -129,8 +156,11 @@ def undecoded(dataset: Any, image_column: str) -> Any:
 
 
 def channels_of(model: nn.Module) -> int:
-    """Returns the number of color channels that a backbone takes."""
-    return int(getattr(getattr(model, "config", None), "num_channels", None) or 3)
+    """Returns the number of color channels that a backbone takes: 3 or 1."""
+    channels = int(getattr(getattr(model, "config", None), "num_channels", None) or 3)
+    if channels not in (1, 3):
+        raise ValueError(f"only backbones of 3 or 1 channels are supported, but this one has num_channels={channels}.")
+    return channels
 
 
 def image_size(processing_class: Any) -> tuple[int, int]:

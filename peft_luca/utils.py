@@ -7,6 +7,7 @@ import json
 import os
 import re
 import unicodedata
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from safetensors import SafetensorError
 NAME_RULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 MAX_CLASS_NAME = 1000  # characters
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+# Cyrillic and Greek letters that look like Latin ones, in small letters.
+LOOKALIKES = str.maketrans("аеорсухіјѕһԁԛԝвкмнтαβεζηικμνορτυχ", "aeopcyxijshdqwbkmhtabezhikmvoptux")
 LOCK_NAME = ".lock"
 LOCK_SECONDS = 10.0  # workers of a killed run may hold its lock for a few seconds more
 
@@ -73,6 +76,24 @@ def check_classes(classes: Any) -> list[str]:
             "all names to one form with unicodedata.normalize('NFC', name)."
         )
     return names
+
+
+def spelling(name: str) -> str:
+    """Returns a name without differences that are easily missed: case, spaces, invisible characters, alike letters."""
+    visible = (c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c) != "Cf")
+    return " ".join("".join(visible).casefold().translate(LOOKALIKES).split())
+
+
+def warn_about_spellings(names: Iterable[str], known: Iterable[str], remedy: str = "", stacklevel: int = 3) -> None:
+    """Warns about new names that differ from others only in spelling: a mistake, or really two classes."""
+    spellings: dict[str, list[str]] = {}
+    for name in names:
+        spellings.setdefault(spelling(name), []).append(name)
+    alike = [found for found in spellings.values() if len(found) > 1 and not set(found) <= set(known)]
+    if alike:
+        found = "; ".join(map(ascii, alike[:5]))
+        text = f"class names differ only in case, spaces, invisible characters or letters that look alike: {found}"
+        warnings.warn(text + remedy, stacklevel=stacklevel)
 
 
 @contextmanager

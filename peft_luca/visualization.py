@@ -23,8 +23,8 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from .preprocessing import to_rgb
-from .tuner.layer import find_layer
+from .preprocessing import read_image
+from .tuner.layer import find_layer, image_options
 
 
 if TYPE_CHECKING:
@@ -138,11 +138,11 @@ def misrouted_images(
         empty.text(0.5, 0.5, "every image was routed to the expert of its task", ha="center", va="center")
         empty.set_axis_off()
         return figure
-    shown = min(len(experts), NAMED)
+    shown, options = min(len(experts), NAMED), image_options(model)
     figure, axes = _figure(7.6, len(wrong) * (0.6 + 0.2 * shown), rows=len(wrong), columns=2)
     for picture, bars, row in zip(axes[::2], axes[1::2], wrong, strict=True):
         own, chosen = int(measured.task[row]), int(measured.expert[row])
-        picture.imshow(to_rgb(images[experts[own]][int(measured.row[row])]))
+        picture.imshow(read_image(images[experts[own]][int(measured.row[row])], **options), cmap="gray")
         picture.set_title(f"{labels[row]} ({experts[own]}), predicted {predicted[row]}", fontsize=8)
         picture.set_axis_off()
         lowest = measured.entropies[row].topk(shown, largest=False).indices.sort().values.tolist()

@@ -18,6 +18,7 @@ from datasets import Image
 from helpers import SIDE, make_images, make_processor, make_trainer, make_vit
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from PIL import Image as PilImage
+from PIL import ImageColor
 from PIL.PngImagePlugin import PngInfo
 from transformers import ViTImageProcessorPil
 from transformers.image_utils import load_image
@@ -28,7 +29,7 @@ from peft_luca.preprocessing import (
     image_size,
     random_crop_and_flip,
     read_bytes,
-    to_rgb,
+    read_image,
     undecoded,
 )
 
@@ -80,13 +81,10 @@ def png(width, height, bits, color, rows):
 
 KINDS_OF_THE_RAMP = {
     "grey": GREY,
-    "grey with alpha": alpha("LA", 128),
-    "grey, transparent": alpha("LA", 0),
+    "opaque, with alpha": alpha("RGBA", 255),
     "RGB": GREY.convert("RGB"),
-    "RGBA, transparent": alpha("RGBA", 0),
     "RGBA multiplied by alpha": alpha("RGBA", 255).convert("RGBa"),
     "palette": GREY.convert("P"),
-    "palette with transparencies": saved(GREY.convert("P"), "png", transparency=bytes(range(256))),
     "palette with alpha": GREY.convert("LA").convert("PA"),
     "CMYK": GREY.convert("RGB").convert("CMYK"),
     "CMYK in a JPEG of Adobe's": saved(GREY.convert("RGB").convert("CMYK"), "jpeg", quality=100),
@@ -96,49 +94,121 @@ KINDS_OF_THE_RAMP = {
     "HSV": GREY.convert("RGB").convert("HSV"),
     "16 bits": sixteen(),
     "16 bits in a PNG": saved(sixteen(), "png"),
-    "16 bits in a PNG, with alpha": png_of_sixteen_bits(4, 2),
     "16 bits in a PNG, in colour": png_of_sixteen_bits(2, 3),
-    "16 bits in a PNG, in colour with alpha": png_of_sixteen_bits(6, 4),
     "16 bits in a TIFF": saved(sixteen(), "tiff"),
     "16 bits, the other way round": PilImage.frombytes("I;16B", GREY.size, sixteen(">").tobytes()),
     "16 bits in 32": PilImage.fromarray((RAMP * 65535).round().astype(np.int32)),
-    "8 bits in 32": PilImage.fromarray(GREYS.astype(np.int32)),
-    "32 bits": PilImage.fromarray((RAMP * (2**31 - 1)).astype(np.int32)),
-    "floats to 1": PilImage.fromarray(RAMP.astype(np.float32)),
-    "floats to 1 in a TIFF": saved(PilImage.fromarray(RAMP.astype(np.float32)), "tiff"),
-    "floats of whole numbers to 255": PilImage.fromarray(GREYS.astype(np.float32)),
-    "HDR floats": PilImage.fromarray((RAMP * 37.5).astype(np.float32)),
+    "floats": PilImage.fromarray(RAMP.astype(np.float32)),
+    "floats in a TIFF": saved(PilImage.fromarray(RAMP.astype(np.float32)), "tiff"),
+    "an array": GREYS,
+    "an array of 16 bits": np.asarray(sixteen()),
+    "an array of floats": RAMP,
 }
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_THE_RAMP)
-def test_every_kind_of_image_looks_the_same_in_rgb(kind):
-    rgb = to_rgb(KINDS_OF_THE_RAMP[kind])
+def assert_is_the_ramp(rgb):
     assert (rgb.mode, rgb.size) == ("RGB", (10, 6))
     np.testing.assert_allclose(np.asarray(rgb).astype(int), np.repeat(GREYS[..., None], 3, 2).astype(int), atol=2)
 
 
-def test_eight_bits_are_kept_exactly():
-    assert np.array_equal(np.asarray(to_rgb(GREY))[..., 1], GREYS)
-    for integers in (np.int32, np.float32):
-        assert np.array_equal(np.asarray(to_rgb(PilImage.fromarray(GREYS.astype(integers))))[..., 2], GREYS)
+@pytest.mark.parametrize("kind", KINDS_OF_THE_RAMP)
+def test_every_kind_of_image_looks_the_same_in_rgb(kind):
+    assert_is_the_ramp(read_image(KINDS_OF_THE_RAMP[kind]))
 
 
-def test_one_bit_and_transparent_palettes():
-    assert sorted({color for _, color in to_rgb(GREY.convert("1", dither=0)).getcolors()}) == [(0,) * 3, (255,) * 3]
-    image = PilImage.new("P", (2, 2))
-    image.putpalette([200, 10, 30])
+@pytest.mark.parametrize(
+    ("values", "white"),
+    [
+        (GREYS.astype(np.int32), 255),
+        ((RAMP * 4095).round().astype(np.uint16), 4095),
+        ((RAMP * (2**31 - 1)).astype(np.int32), 2**31 - 1),
+        (GREYS.astype(np.float32), 255),
+        ((RAMP * 37.5).astype(np.float32), 37.5),
+    ],
+)
+def test_another_white_is_said(values, white):
+    assert_is_the_ramp(read_image(PilImage.fromarray(values), white_level=white))
+
+
+def test_white_is_that_of_the_type_and_not_of_an_image():
+    for kind, white in ((np.uint16, 65535), (np.int32, 65535), (np.float32, 1)):
+        greys = []
+        for brightest in (0.4, 0.999, 1.0, 1.5 if kind != np.uint16 else 1.0):
+            values = np.full((4, 4), 0.4 * white).astype(kind)
+            values[0, 0] = kind(brightest * white)
+            greys.append(read_image(PilImage.fromarray(values)).getpixel((2, 2)))
+        assert greys == [(102, 102, 102)] * 4
+
+
+def test_values_of_another_range_are_refused_or_said_aloud():
+    for values in (GREYS.astype(np.float32), (RAMP * 1e6).astype(np.int32)):
+        with pytest.raises(
+            ValueError, match=r"its values go up to .*, but white is .*LucaConfig\(white_level=\.\.\.\)"
+        ):
+            read_image(PilImage.fromarray(values))
+    for values in ((RAMP * 4095).astype(np.uint16), GREYS.astype(np.int32)):
+        with pytest.warns(UserWarning, match=r"no value above 4095.* LucaConfig\(white_level=\.\.\.\)") as said:
+            read_image(PilImage.fromarray(values))
+        assert len(said) == 1
+
+
+# --- alpha ---
+
+TRANSPARENT = {
+    "grey": (alpha("LA", 64), 64 / 255),
+    "colour": (alpha("RGBA", 64), 64 / 255),
+    "invisible": (alpha("RGBA", 0), 0),
+    "in a file": (saved(alpha("RGBA", 64), "png"), 64 / 255),
+    "palette": (saved(GREY.convert("P"), "png", transparency=bytes([64] * 256)), 64 / 255),
+    "16 bits, alpha as grey": (png_of_sixteen_bits(4, 2), RAMP),
+    "16 bits in colour, alpha as grey": (png_of_sixteen_bits(6, 4), RAMP),
+}
+
+
+@pytest.mark.parametrize("kind", TRANSPARENT)
+@pytest.mark.parametrize("background", ["white", "black", "#ff8000"])
+def test_what_is_transparent_shows_the_background(kind, background):
+    image, opacity = TRANSPARENT[kind]
+    ground = np.array(ImageColor.getrgb(background)) * np.ones((6, 10, 1))
+    shown = np.broadcast_to(opacity, (6, 10))[..., None]
+    rgb = read_image(image, background=background)
+    np.testing.assert_allclose(np.asarray(rgb), shown * GREYS[..., None] + (1 - shown) * ground, atol=3)
+    grey = read_image(image, channels=1, background=background)
+    assert np.array_equal(np.asarray(grey), np.asarray(rgb.convert("L")))
+
+
+def test_hidden_colours_of_invisible_pixels_are_not_seen():
+    """As in emoji and icons, whose hidden colours differ from class to class."""
     for transparency in (0, bytes([0])):
-        image.info["transparency"] = transparency
-        assert to_rgb(image).getpixel((0, 0)) == (200, 10, 30)
+        one, other = PilImage.new("P", (2, 2)), PilImage.new("P", (2, 2))
+        for image, palette in ((one, [200, 10, 30]), (other, [0, 0, 0])):
+            image.putpalette(palette)
+            image.info["transparency"] = transparency
+        assert read_image(one).getcolors() == read_image(other).getcolors() == [(4, (255, 255, 255))]
+    keyed = saved(GREY.convert("RGB"), "png", transparency=(0, 0, 0))  # one colour of a PNG is transparent
+    assert read_image(keyed, background="red").getpixel((0, 0)) == (255, 0, 0)
+    assert read_image(keyed).getpixel((9, 0)) == (255, 255, 255)
+
+
+# --- numbers ---
+
+
+def test_eight_bits_are_kept_exactly():
+    for image in (GREY, alpha("LA", 255), alpha("RGBA", 255)):
+        assert np.array_equal(np.asarray(read_image(image))[..., 1], GREYS)
+
+
+def test_one_bit():
+    image = read_image(GREY.convert("1", dither=0))
+    assert sorted({color for _, color in image.getcolors()}) == [(0,) * 3, (255,) * 3]
 
 
 def test_numbers_that_are_not_finite_or_negative():
     values = RAMP.astype(np.float32)
     values[0, :4] = np.nan, np.inf, -np.inf, -3.0
-    assert np.asarray(to_rgb(PilImage.fromarray(values)))[0, :4, 0].tolist() == [0, 255, 0, 0]
+    assert np.asarray(read_image(PilImage.fromarray(values)))[0, :4, 0].tolist() == [0, 255, 0, 0]
     nothing = PilImage.fromarray(np.full((2, 2), np.nan, np.float32))
-    assert to_rgb(nothing).getcolors() == [(4, (0, 0, 0))]
+    assert read_image(nothing).getcolors() == [(4, (0, 0, 0))]
 
 
 # --- orientation ---
@@ -175,8 +245,8 @@ def test_the_orientation_is_applied_once_however_an_image_is_read(tmp_path, orie
     expected = load_image(str(path))  # as a pipeline reads it
     assert expected.size == ((10, 6) if orientation < 5 else (6, 10))
     decoded = Image().decode_example(encoded)  # as a row of a dataset has it
-    for image in (encoded, {"path": str(path), "bytes": None}, decoded, PilImage.open(path), to_rgb(encoded)):
-        assert np.array_equal(np.asarray(to_rgb(image)), np.asarray(expected))
+    for image in (encoded, {"path": str(path), "bytes": None}, decoded, PilImage.open(path), read_image(encoded)):
+        assert np.array_equal(np.asarray(read_image(image)), np.asarray(expected))
 
 
 BROKEN_EXIF = [
@@ -190,10 +260,10 @@ BROKEN_EXIF = [
 @pytest.mark.filterwarnings("ignore:.*EXIF.*:UserWarning", "ignore:.*Tag data.*:UserWarning")
 def test_broken_exif_and_xmp_are_ignored():
     for exif in BROKEN_EXIF:
-        assert to_rgb(saved(GREY.convert("RGB"), "jpeg", exif=exif)).size == (10, 6)
+        assert read_image(saved(GREY.convert("RGB"), "jpeg", exif=exif)).size == (10, 6)
     for kind in ("jpeg", "webp", "png"):
         for xmp in ("<broken", "\xff\xfe\x00", "<x:xmpmeta tiff:Orientation='no'/>", "<" * 9999):
-            assert to_rgb(with_xmp(GREY, kind, xmp)).size == (10, 6)
+            assert read_image(with_xmp(GREY, kind, xmp)).size == (10, 6)
 
 
 # --- animations and limits ---
@@ -203,7 +273,7 @@ def test_broken_exif_and_xmp_are_ignored():
 def test_the_first_frame_of_an_animation(kind):
     frames = [PilImage.new("RGB", (4, 4), color) for color in ("red", "blue", "green")]
     encoded = saved(frames[0], kind, save_all=True, append_images=frames[1:])
-    assert to_rgb(encoded).getpixel((0, 0))[0] > 250
+    assert read_image(encoded).getpixel((0, 0))[0] > 250
 
 
 def test_a_huge_image_is_refused_before_it_is_in_memory():
@@ -212,7 +282,7 @@ def test_a_huge_image_is_refused_before_it_is_in_memory():
     image = png(30_000, 20_000, 8, 0, rows)
     tracemalloc.start()
     with pytest.raises(PilImage.DecompressionBombError, match=r"600000000 pixels\) exceeds limit"):
-        to_rgb(image)
+        read_image(image)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**24
@@ -221,9 +291,9 @@ def test_a_huge_image_is_refused_before_it_is_in_memory():
 def test_the_limit_of_pixels_is_that_of_pillow(monkeypatch):
     monkeypatch.setattr(PilImage, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(PilImage.DecompressionBombError, match="60 pixels"):
-        to_rgb(saved(GREY, "png"))
+        read_image(saved(GREY, "png"))
     monkeypatch.setattr(PilImage, "MAX_IMAGE_PIXELS", None)
-    assert to_rgb(saved(GREY, "png")).size == (10, 6)
+    assert read_image(saved(GREY, "png")).size == (10, 6)
 
 
 # --- images that cannot be read ---
@@ -238,14 +308,14 @@ def test_a_broken_image_raises(kind):
     whole = saved(noise(), kind)["bytes"]
     for content in (b"", whole[:100], whole[: len(whole) // 2], b"<html>not found</html>"):
         with pytest.raises((OSError, ValueError, SyntaxError)):
-            to_rgb({"bytes": content, "path": f"7.{kind}"})
+            read_image({"bytes": content, "path": f"7.{kind}"})
 
 
 def test_what_is_no_image_is_a_type_error():
-    with pytest.raises(TypeError, match="found a ndarray; needed a PIL image, or its bytes or path"):
-        to_rgb(np.zeros((2, 2, 3)))
+    with pytest.raises(TypeError, match="found a Tensor; needed a PIL image, an array, a path, or bytes in a dict"):
+        read_image(torch.zeros(2, 2, 3))
     with pytest.raises(FileNotFoundError, match="neither bytes nor a path"):
-        to_rgb({"bytes": None, "path": None})
+        read_image({"bytes": None, "path": None})
 
 
 def test_undecoded_leaves_other_datasets_alone():
@@ -366,6 +436,8 @@ def test_a_backbone_refuses_what_another_processor_makes_before_anything_is_trai
 
 def test_the_channels_of_a_backbone():
     assert [channels_of(model) for model in (make_vit(num_channels=1), torch.nn.Linear(1, 1))] == [1, 3]
+    with pytest.raises(ValueError, match=r"only backbones of 3 or 1 channels are supported, .* num_channels=4"):
+        make_trainer("unused", model=make_vit(num_channels=4))
 
 
 def test_the_size_of_a_processor():

@@ -21,7 +21,14 @@ from PIL.Image import fromarray
 from sklearn.datasets import load_digits
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from peft_luca import ContinualTrainer, ContinualTrainingArguments, TaskStream, load_experts, save_experts
+from peft_luca import (
+    ContinualTrainer,
+    ContinualTrainingArguments,
+    TaskStream,
+    load_experts,
+    pixel_values,
+    save_experts,
+)
 
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
@@ -106,13 +113,10 @@ class Pupil:
         trainer.train()
         self.model = trainer.model
 
-    def pixels(self, images: list[Image.Image]) -> torch.Tensor:
-        return self.processor(images=[image.convert("RGB") for image in images], return_tensors="pt")["pixel_values"]
-
     def ask(self, image: Image.Image, router: str) -> tuple[dict[str, float], dict[str, float], str]:
         """How certain each expert is, how likely each class is, and a sentence."""
         self.model.set_router(router)
-        routed = self.model.route(self.pixels([image]))
+        routed = self.model.route(pixel_values(self.model, [image], self.processor))
         experts, classes = self.model.experts, self.model.classes
         posterior = routed.logits.softmax(dim=-1)[0]
         if routed.entropies is None:  # a router of statistics: an expert is as likely as its classes are
@@ -129,7 +133,7 @@ class Pupil:
         """What every expert says of the digits kept back, who answers what, and how much of it is right."""
         self.model.set_router("gaussian")
         images = [image for of_digit in self.probes.values() for image in of_digit]
-        features = self.model.pooled_features(self.pixels(images))
+        features = self.model.pooled_features(pixel_values(self.model, images, self.processor))
         with torch.no_grad():
             said = {name: self.model.expert_logits(features, name) for name in self.model.experts}
         answers = [self.model.classes[i] for i in self.model.route_features(features).logits.argmax(dim=1).tolist()]

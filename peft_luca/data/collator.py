@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..preprocessing import MissingSourceError, image_size, random_crop_and_flip, to_rgb
+from ..preprocessing import MissingSourceError, image_size, make_pixels, random_crop_and_flip, read_image
 
 
 ROW = "__row__"  # the key of a row's number among its columns
@@ -31,7 +31,7 @@ class ImageCollator:
         view (`int`, *optional*):
             Number of the augmented view: it and the seed give the crop of a row. By default crops are random.
         seed (`int`, *optional*, defaults to `0`): Seed of the views.
-        channels (`int`, *optional*, defaults to `3`): Color channels of an image; 1 for a backbone that takes grey.
+        channels, background, white_level: See [`~peft_luca.preprocessing.read_image`].
     """
 
     processing_class: Any
@@ -41,12 +41,14 @@ class ImageCollator:
     view: int | None = None
     seed: int = 0
     channels: int = 3
+    background: str = "white"
+    white_level: float | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         # The share of a process in a short batch may be empty, but a backbone needs an image. Losses ignore -100.
         if not rows:
-            plain = ImageCollator(self.processing_class, "image", channels=self.channels)
-            return plain([{"image": Image.new("RGB", (32, 32)), "labels": -100}])
+            blank = make_pixels([Image.new("RGB", (32, 32))], self.processing_class, channels=self.channels)
+            return {"pixel_values": blank, "labels": torch.tensor([-100])}
         images, options = [self._read(row[self.image_column]) for row in rows], {}
         if self.augmentation:
             size, options = image_size(self.processing_class), {"do_resize": False, "do_center_crop": False}
@@ -60,15 +62,18 @@ class ImageCollator:
             batch["labels"] = torch.tensor([ids[label] for label in labels])
         return batch
 
+    def read(self, image: Any) -> Image.Image:
+        """Reads an image of any kind; see [`~peft_luca.preprocessing.read_image`]."""
+        return read_image(image, self.channels, self.background, self.white_level)
+
     def _read(self, image: Any) -> Image.Image:
         try:
-            rgb = to_rgb(image)
+            return self.read(image)
         except Exception as error:  # decoders raise many kinds of errors for a broken file
             if isinstance(error, MissingSourceError) or not isinstance(image, dict):
                 raise
             name = image.get("path") or "without a file name"
             raise ValueError(f"the image {name} cannot be read: {error!r}.") from error
-        return rgb.convert("L") if self.channels == 1 else rgb
 
     def _generator(self, row: dict[str, Any]) -> torch.Generator | None:
         if self.view is None:

@@ -17,18 +17,20 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from PIL import Image, ImageFile
+from PIL import features as codecs
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from ..preprocessing import MissingSourceError, read_bytes, to_rgb, undecoded
+from ..preprocessing import MissingSourceError, read_bytes, undecoded
 from ..tuner.backbone import BackboneFacts
 from .collator import ROW, ImageCollator
 from .feature_file import STORAGE, PartialFeatures, read_features
 
 
-CACHE_FORMAT = 3
-PACKAGES = ("torch", "torchvision", "transformers", "pillow", "datasets")  # other versions may make other features
+CACHE_FORMAT = 4
+PACKAGES = ("torch", "torchvision", "transformers", "numpy", "pillow", "datasets")  # versions
 
 
 class FeatureDataset(Dataset[dict[str, Tensor]]):
@@ -93,11 +95,16 @@ def features_key(backbone: BackboneFacts, collator: ImageCollator, images: str, 
     if not type(processor).__module__.startswith("transformers."):
         # A processor of the user's own: its code counts too.
         settings = [settings, datasets.fingerprint.Hasher.hash(processor)]
+    Image.init()  # loads the readers of all file formats
     parts = {
         "format": CACHE_FORMAT,
         "packages": {name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
         "backbone": [backbone.fingerprint, backbone.architecture],
         "processor": [f"{type(processor).__module__}.{type(processor).__qualname__}", settings],
+        "reading": [collator.channels, collator.background, collator.white_level],
+        # These decide which images can be read, and by which version of a decoder.
+        "limits": [Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES, sorted(Image.OPEN)],
+        "decoders": {name: codecs.version(name) for name in codecs.get_supported()},
         "augmentation": [collator.augmentation, collator.view, collator.seed if collator.augmentation else None],
         "images": images,
         "dtype": dtype,
@@ -210,8 +217,8 @@ class _ReadableImages(Dataset[Any]):
         readable, bad = [], []
         for row, encoded in zip(rows, self.images[rows][column], strict=True):
             try:
-                image = to_rgb(encoded)
-            except MissingSourceError:
+                image = self.collator.read(encoded)
+            except (MissingSourceError, MemoryError):  # not the fault of the image
                 raise
             except Exception as error:  # decoders raise many kinds of errors for a broken file
                 bad.append((row, encoded["path"], repr(error)))

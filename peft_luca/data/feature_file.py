@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import torch
-from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock
 from torch import Tensor
 
@@ -31,16 +30,41 @@ STORAGE = {
 CHECKPOINT_SECONDS = 10.0  # time between two checkpoints of a partial file
 
 
-def read_features(path: Path) -> tuple[Tensor, Tensor]:
-    """Returns the features (images, d) and row numbers (images,) of a file, as views of its memory map."""
-    table = datasets.Dataset.from_file(str(path)).data
+def read_features(path: Path, check: bool = False) -> tuple[Tensor, Tensor]:
+    """
+    Returns the features (images, d) and row numbers (images,) of a file, as views of its memory map. With `check` it
+    raises if the content is not that which was written under this name.
+    """
+    with pa.memory_map(str(path)) as source:
+        table = pa.ipc.open_stream(source).read_all()
     (chunk,) = table.column("features").chunks
     numpy_type, torch_type = {pa.type_for_alias(a): (n, t) for a, n, t in STORAGE.values()}[chunk.type.value_type]
     values = np.frombuffer(chunk.values.buffers()[1], numpy_type, len(chunk.values))
+    if check and table.schema.metadata[b"digest"] != _digest(path, values, table.column("row").to_numpy()):
+        raise ValueError("its digest differs")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         features = torch.from_numpy(values.reshape(len(chunk), chunk.type.list_size)).view(torch_type)
         return features, torch.from_numpy(table.column("row").to_numpy())
+
+
+def _digest(path: Path, values: Any, rows: Any) -> bytes:
+    digest = hashlib.sha256(path.stem.encode())
+    digest.update(np.ascontiguousarray(values).data)
+    digest.update(np.ascontiguousarray(rows).data)
+    return digest.hexdigest().encode()
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is a feature file, as it was written. A spoilt one is warned about."""
+    if not path.is_file():
+        return False
+    try:
+        read_features(path, check=True)
+    except Exception as error:  # Arrow raises many kinds of errors for a broken file
+        warnings.warn(f"{path} is spoilt, and its features are computed again: {error!r}.", stacklevel=2)
+        return False
+    return True
 
 
 class PartialFeatures:
@@ -53,17 +77,19 @@ class PartialFeatures:
         self.path = path
         self.arrow_type, self.numpy_type, _ = STORAGE[dtype]
         self.data_path, self.state_path = path.with_suffix(".partial"), path.with_suffix(".partial.json")
-        state: dict[str, Any] = {"rows": 0, "width": 0, "bad": []}
-        if self.data_path.is_file() and self.state_path.is_file():
+        self.rows, self.width, self.bad = 0, 0, []
+        with suppress(OSError, ValueError, KeyError, TypeError):  # without a sound checkpoint it starts again
             state = json.loads(self.state_path.read_text(encoding="utf-8"))
-        self.rows, self.width, self.bad = state["rows"], state["width"], state["bad"]
+            size = (state["rows"] - len(state["bad"])) * state["width"] * np.dtype(self.numpy_type).itemsize
+            if 0 <= size <= self.data_path.stat().st_size:
+                self.rows, self.width, self.bad = state["rows"], state["width"], state["bad"]
         self.file: IO[bytes] = open(self.data_path, "r+b" if self.rows else "wb", buffering=0)
         self._last_checkpoint = time.monotonic()
 
     @staticmethod
     def is_finished(path: Path) -> bool:
         """Whether the file is complete, and nothing is left to clean up."""
-        return path.is_file() and not path.with_suffix(".lock").exists()
+        return is_whole(path) and not path.with_suffix(".lock").exists()
 
     @classmethod
     @contextmanager
@@ -73,7 +99,7 @@ class PartialFeatures:
             path.parent.mkdir(parents=True, exist_ok=True)
             held = FileLock(path.with_suffix(".lock")).acquire()
         with held:
-            if path.is_file():
+            if is_whole(path):
                 cls._clean_up(path)
                 yield None
             else:
@@ -110,11 +136,10 @@ class PartialFeatures:
         values = np.memmap(self.data_path, self.numpy_type, "r", shape=(len(rows) * self.width,))
         features = pa.Array.from_buffers(pa.type_for_alias(self.arrow_type), len(values), [None, pa.py_buffer(values)])
         table = pa.table({"features": pa.FixedSizeListArray.from_arrays(features, self.width), "row": pa.array(rows)})
-        columns = datasets.Features.from_arrow_schema(table.schema)
+        table = table.replace_schema_metadata({"digest": _digest(self.path, values, rows)})
         with explain_write_errors(self.path), atomic_write(self.path) as temporary:
-            writer = ArrowWriter(features=columns, path=str(temporary))
-            writer.write_table(table, writer_batch_size=len(rows))
-            writer.finalize()
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
         self._clean_up(self.path)
 
     @staticmethod

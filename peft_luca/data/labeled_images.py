@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, Image, Value
 
-from ..utils import list_names
+from ..utils import list_names, spelling
 
 
 if TYPE_CHECKING:
@@ -128,6 +127,16 @@ def find_image_column(dataset: Dataset) -> str:
     return columns[0]
 
 
+def has_labels(dataset: Any, column: str) -> bool:
+    """Whether some image has a label: test images of a competition have none, or -1."""
+    if not isinstance(dataset, Dataset) or not isinstance(
+        dataset.features.get(column, Value("null")), Value | ClassLabel
+    ):
+        return True  # unknown, or refused when the column is read
+    labels = dataset.select_columns([column]).with_format("arrow")[:][column] if column in dataset.features else []
+    return any(label not in (-1, None, "") for label in pc.unique(labels).to_pylist())
+
+
 def is_integer(feature: Any) -> bool:
     return isinstance(feature, Value) and bool(pa.types.is_integer(feature.pa_type))
 
@@ -136,9 +145,3 @@ def _check_no_nulls(values: Any, description: str) -> None:
     if values.null_count:
         row = pc.index(pc.is_null(values), True).as_py()
         raise ValueError(f"{description} is empty (None) in {values.null_count} rows, first in row {row}; remove them")
-
-
-def spelling(name: str) -> str:
-    """Returns a name without differences that are easily missed: case, spaces, and characters that are invisible."""
-    visible = (c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c) != "Cf")
-    return " ".join("".join(visible).casefold().split())

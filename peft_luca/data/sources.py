@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +24,7 @@ from datasets import (
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
 from ..utils import list_names
+from .labeled_images import has_labels
 
 
 SingleDataset: TypeAlias = Dataset | DatasetDict | IterableDataset | IterableDatasetDict | str | Path
@@ -34,7 +36,7 @@ SPLITS |= {"validation": "validation", "valid": "validation", "val": "validation
 
 
 def load_splits(
-    dataset: DatasetLike, train_split: str = "train", test_split: str | None = None
+    dataset: DatasetLike, train_split: str = "train", test_split: str | None = None, label_column: str = "label"
 ) -> tuple[Dataset, Dataset | None]:
     """Returns the train and the test images of anything that a [`TaskStream`] accepts."""
     if isinstance(dataset, str | Path):
@@ -42,7 +44,13 @@ def load_splits(
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         if test_split is None:
             names = [name for name, split in SPLITS.items() if split != "train"]
-            test_split = next((name for name in names if name in dataset and name != train_split), None)
+            found = [name for name in names if name in dataset and name != train_split]
+            test_split = next((name for name in found if has_labels(dataset[name], label_column)), None)
+            if found and test_split != found[0]:
+                used = (
+                    "no images are tested on; set test_size" if test_split is None else f"{test_split!r} is tested on"
+                )
+                warnings.warn(f"the split {found[0]!r} has no labels in {label_column!r}: {used}.", stacklevel=4)
         if missing := {train_split, test_split} - {None, *dataset}:
             raise ValueError(f"the dataset has no split {missing.pop()!r}; it has {list(dataset)}")
         train, test = dataset[train_split], None if test_split is None else dataset[test_split]

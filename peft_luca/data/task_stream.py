@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
-from ..utils import NAME_RULE, check_classes, list_names, pluralize
-from .labeled_images import Column, Indices, LabeledImages, find_image_column, is_integer, spelling
+from ..utils import NAME_RULE, check_classes, list_names, pluralize, warn_about_spellings
+from .labeled_images import Column, Indices, LabeledImages, find_image_column, has_labels, is_integer
 from .sources import SPLITS, DatasetLike, SingleDataset, load_splits
 
 
@@ -96,7 +97,7 @@ class TaskStream:
                 of the class and its number of images.
         """
         stream = cls(label_column, image_column)
-        train, test = stream._read(*load_splits(dataset, train_split, test_split))
+        train, test = stream._read(*load_splits(dataset, train_split, test_split, label_column))
         count = len(train.names)
         if class_order is not None:
             train = train.order_by(class_order, "class_order")
@@ -139,7 +140,7 @@ class TaskStream:
             dataset, label_column, image_column, train_split, test_split: As in [`~TaskStream.from_dataset`].
         """
         stream = cls(label_column, image_column)
-        train_data, test_data = load_splits(dataset, train_split, test_split)
+        train_data, test_data = load_splits(dataset, train_split, test_split, label_column)
         domains = Column.read(train_data, domain_column, "the train images")
         if domain_order is not None:
             domains = domains.order_by(domain_order, "domain_order")
@@ -188,7 +189,7 @@ class TaskStream:
             name (`str`, *optional*): Name of the task. Defaults to `task_` and its position.
         """
         name = f"task_{len(self)}" if name is None else name
-        train, test = self._read(*load_splits(dataset), of_task=f" of task {name!r}")
+        train, test = self._read(*load_splits(dataset, label_column=self.label_column), of_task=f" of task {name!r}")
         repeated = [class_name for class_name in train.names if class_name in self.classes]
         self._extend(train, test, [name], np.zeros_like(train.codes), np.zeros_like(test.codes))
         # Numbers that start at 0 or 1 may be counted within this task alone. Names of ClassLabel(num_classes=n) too.
@@ -209,6 +210,25 @@ class TaskStream:
     def classes(self) -> tuple[str, ...]:
         """All class names, in the order of their global ids."""
         return tuple(dict.fromkeys(name for task in self._tasks for name in task.classes))
+
+    def match(self, dataset: Any) -> Any:
+        """
+        Returns a dataset of images with `labels`, the stream's global ids, matched by the names of its classes. Its
+        labels are in the column `labels` or in that of the stream. Integers in `labels`, without names, are global ids
+        already. A dataset without labels, or of another kind, is returned as it is.
+
+        Raises:
+            ValueError: a name is not a class of the stream.
+        """
+        columns = dataset.column_names if isinstance(dataset, Dataset) else []
+        for column in ("labels", self.label_column):
+            if column in columns and has_labels(dataset, column):
+                if column == "labels" and is_integer(dataset.features[column]):
+                    return dataset
+                dataset, _ = load_splits(dataset)
+                read = LabeledImages.read_both(dataset, self.image_column, column, "the dataset")
+                return read.reorder(self.classes).with_labels({name: i for i, name in enumerate(self.classes)})
+        return dataset
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -269,7 +289,7 @@ class TaskStream:
                 raise ValueError(f"task {name!r} has test images but no train images of the classes {missing}")
         ids = {name: i for i, name in enumerate(dict.fromkeys(sum(task_classes, self.classes)))}
         check_classes(list(ids))
-        self._warn_about_spellings(ids)
+        warn_about_spellings(ids, self.classes, stacklevel=4)
 
         train_images = train.with_labels(ids)
         test_images = test.with_labels(ids) if len(test.codes) else None
@@ -278,13 +298,3 @@ class TaskStream:
             task_test = test_images.select(test_rows) if test_images is not None and len(test_rows) else None
             self._tasks.append(Task(name, task_classes[t], train_images.select(train_rows), task_test))
         self._integer_labels = is_integer(train.feature)
-
-    def _warn_about_spellings(self, names: Iterable[str]) -> None:
-        """Warns about new names that differ from others only in spelling: a mistake, or really two classes."""
-        spellings: dict[str, list[str]] = {}
-        for name in names:
-            spellings.setdefault(spelling(name), []).append(name)
-        alike = [found for found in spellings.values() if len(found) > 1 and not set(found) <= set(self.classes)]
-        if alike:
-            found = "; ".join(map(repr, alike[:5]))
-            warnings.warn(f"class names differ only in case, spaces or invisible characters: {found}", stacklevel=4)

@@ -26,6 +26,7 @@ PICTURE_NAME = "accuracy_matrix.png"
 TAGS = ("luca", "continual-learning", "image-classification", "vision")
 MAX_CLASS_TAGS = 1000  # a card of more classes would be mostly tags, and has none
 SPARSITY_THRESHOLD = 1e-3
+JOINERS = "\u200c\u200d"  # of emoji, and of letters in some scripts
 # The figures of results.json, as a reader knows them.
 FIGURES = {
     "last_accuracy": "Accuracy after the last task",
@@ -39,7 +40,9 @@ EXPERT_FIGURES = {
     "task_known_accuracy": "Accuracy over its own classes",
     "accuracy": "Accuracy over the classes of all experts, routed",
 }
-CONFIG_SETTINGS = "arrangement norm_position reduction adapter_width calibrator_width reference whitening".split()
+CONFIG_SETTINGS = (
+    "arrangement norm_position reduction adapter_width calibrator_width reference whitening background white_level"
+).split()
 PACKAGES = ("peft", "transformers", "torch", "datasets", "huggingface_hub")
 
 
@@ -148,7 +151,9 @@ def draw_accuracy_matrix(results: Mapping[str, Any], path: Path) -> bool:
 
 def escape(text: str) -> str:
     """Makes text that markdown shows as it is, in one line."""
-    line = " ".join("".join(" " if unicodedata.category(char) == "Cc" else char for char in text).split())
+    kinds = {"Cc": " ", "Zl": " ", "Zp": " ", "Cf": ""}  # control and format characters, such as marks of direction
+    kept = (c if c in JOINERS else kinds.get(unicodedata.category(c), c) for c in text)
+    line = " ".join("".join(kept).split())
     return re.sub(r"([\\`*_{}\[\]<>#|~&!])", r"\\\1", line)
 
 

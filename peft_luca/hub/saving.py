@@ -28,7 +28,16 @@ from ..tuner.experts import NewExpert
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import LucaExperts, LucaLayer, find_layer
 from ..tuner.model import quiet_peft, tuner_of
-from ..utils import NAME_RULE, InvalidExpertError, atomic_write, check_classes, list_names, show, write_json
+from ..utils import (
+    NAME_RULE,
+    InvalidExpertError,
+    atomic_write,
+    check_classes,
+    list_names,
+    show,
+    warn_about_spellings,
+    write_json,
+)
 from .validation import (
     MANIFEST_FORMAT,
     MANIFEST_NAME,
@@ -285,6 +294,8 @@ def _load(
     layer = tuner.layer if tuner else LucaLayer(nn.Identity(), 0, 0)
     device = tuner.layer.experts.device if tuner else next(model.parameters()).device
     preview = LucaExperts(layer, device, experts)
+    known, remedy = tuner.classes if tuner else (), ". If they are one class, give it one name with rename=."
+    warn_about_spellings(preview.label_space.classes, known, remedy, stacklevel=4)
     router = _make_router(manifest, preview) if manifest and manifest.router is not None else None
     configs = dict(layer.configs, **{name: expert.config for name, expert in experts.items()})
     warn_of_processor(configs, processing_class)

@@ -74,7 +74,13 @@ class ContinualTrainer(PublishingTrainer):
         if isinstance(model, PeftModel):
             tuner_of(model).layer.experts.prepared(args.make_router())  # raises if an expert lacks statistics
             warn_of_processor(tuner_of(model).layer.configs, processing_class)
-        collator = ImageCollator(processing_class, stream.image_column, channels=channels_of(model))
+        collator = ImageCollator(
+            processing_class,
+            stream.image_column,
+            channels=channels_of(model),
+            background=template.background,
+            white_level=template.white_level,
+        )
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
         given: dict[str, Any] = {"processing_class": processing_class, "data_collator": collator, "eval_dataset": []}
         super().__init__(model=model, args=args, **given, **kwargs)
@@ -258,8 +264,8 @@ class ContinualTrainer(PublishingTrainer):
 
         Args:
             eval_dataset (`datasets.Dataset` or `str`, *optional*):
-                Images with global labels in the column `labels`, or the name of a task, to evaluate in place of the
-                test images of all tasks; or a `dict` of datasets.
+                Images with their classes, which are matched by name (see [`TaskStream.match`]), or the name of a task,
+                to evaluate in place of the test images of all tasks; or a `dict` of datasets.
 
         Returns:
             `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
@@ -270,8 +276,10 @@ class ContinualTrainer(PublishingTrainer):
                 raise ValueError(f"there is no task {eval_dataset!r} with test images, only {', '.join(tests)}.")
             eval_dataset = tests[eval_dataset]
         if eval_dataset is not None:
+            eval_dataset = self.stream.match(eval_dataset)
             if "labels" not in (getattr(eval_dataset, "column_names", None) or ["labels"]):
-                raise ValueError("eval_dataset needs a column 'labels' of global labels, stream.classes.index(name).")
+                needed = f"a column 'labels' or {self.stream.label_column!r} of class names"
+                raise ValueError(f"eval_dataset needs {needed}, but has {eval_dataset.column_names}.")
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         if not self._records:
             raise ValueError("there is nothing to evaluate: no task has been learned. Call train() first.")
@@ -281,6 +289,10 @@ class ContinualTrainer(PublishingTrainer):
         self.log(numbers(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return {**metrics, f"{metric_key_prefix}_accuracy_matrix": matrix}
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As [`~transformers.Trainer.predict`]. Classes are matched by name, as by `evaluate`."""
+        return super().predict(self.stream.match(test_dataset), *args, **kwargs)
 
     def features(self, task: Task, split: str) -> FeatureDataset:
         """

@@ -22,8 +22,8 @@ from ..data.feature_cache import FeatureDataset
 from ..hub.publishing import push_expert
 from ..hub.saving import save_expert
 from ..hub.validation import MAX_NUMBER
-from ..preprocessing import channels_of
 from ..tuner.backbone import processor_facts, warn_of_processor
+from ..tuner.layer import image_options
 from ..tuner.model import LucaModel, tuner_of
 from .arguments import ContinualTrainingArguments
 from .batches import EpochBatches, collate, make_extractor
@@ -212,7 +212,7 @@ class ExpertTrainer(PublishingTrainer):
                 f"the dataset's labels are {names}, but the classes of expert {self.expert!r} are {classes}. Call "
                 "dataset.align_labels_with_mapping({name: i for i, name in enumerate(classes)}, 'labels')."
             )
-        return ImageCollator(self.processing_class, columns[0], channels=channels_of(self.model))
+        return ImageCollator(self.processing_class, columns[0], **image_options(self.model))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         args: Any = self.args

@@ -7,6 +7,7 @@ from typing import Any
 
 from peft import PeftConfig
 from peft.utils import PeftType
+from PIL import ImageColor
 
 from ..utils import InvalidExpertError, check_classes, show
 
@@ -63,6 +64,11 @@ class LucaConfig(PeftConfig):
         pooled (`str`, *optional*, defaults to `"cls"`):
             `"cls"` accepts only models whose head reads [CLS]. `"any"` accepts any pooled vector, which is outside
             the method.
+        background (`str`, *optional*, defaults to `"white"`):
+            Colour behind the transparent pixels of images, as Pillow names it. All experts of a model need the same.
+        white_level (`float`, *optional*):
+            Value of white in images of more than 8 bits, such as 4095 for 12 bits; the same for all experts. By
+            default 65535 for integers and 1 for floats.
         target_modules (`str` or `list[str]`, *optional*): Name of the model's head, if it is no `classifier`.
         fingerprint (`str`, *optional*):
             Digest of the tensors of the backbone on which the expert was trained, in their places. Filled in.
@@ -87,6 +93,8 @@ class LucaConfig(PeftConfig):
     reference: bool | None = _field(None, "Standardize [CLS] by the reference pictures.", (True, False))
     whitening: bool | None = _field(None, "Whiten the standardized [CLS].", (True, False))
     pooled: str = _field("cls", "Accepted input of the head.", POOLED)
+    background: str = _field("white", "Colour behind transparent pixels.")
+    white_level: float | None = _field(None, "Value of white in images of more than 8 bits.")
     target_modules: list[str] | str | None = _field(None, "Name of the model's head.")  # noqa: RUF009
     fingerprint: str | None = _field(None, "Digest of the backbone. Filled in.")
     backbone_settings: dict[str, Any] | None = _field(None, "The backbone's settings. Filled in.")  # noqa: RUF009
@@ -124,9 +132,13 @@ class LucaConfig(PeftConfig):
         for name in ("backbone_settings", "processor"):
             if not isinstance(getattr(self, name), (dict, type(None))):
                 raise ValueError(f"{name} must be a dict, got {show(getattr(self, name))}.")
-        number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
-        if self.scale is not None and not (number and 0.0 < self.scale < 3.4e38):  # σ is a float32
-            raise ValueError(f"scale must be a finite number above 0, got {self.scale!r}.")
+        for name in ("scale", "white_level"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0.0 < value < 3.4e38):  # σ is a float32
+                raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
+        if not isinstance(self.background, str) or len(ImageColor.getrgb(self.background)) != 3:
+            raise ValueError(f"background must be the name of a colour, such as 'white', got {self.background!r}.")
         if self.whitening and self.reference is False:
             raise ValueError("whitening=True needs reference=True: the standardized [CLS] is what is whitened.")
         if self.whitening and self.reference is None:

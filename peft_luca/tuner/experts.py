@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ class ExpertStore(nn.Module, BaseTunerLayer):
     def update_layer(self, adapter_name: str, config: LucaConfig) -> None:
         """Adds an expert. Its config must be resolved and its classes known."""
         assert config.classes is not None
+        self._warn_of_other_images(adapter_name, config)
         d, classes = self.width, len(config.classes)
         adapter_width, calibrator_width = config.widths(d)
         if config.arrangement != "calibrator":
@@ -88,6 +90,7 @@ class ExpertStore(nn.Module, BaseTunerLayer):
 
     def add_expert(self, adapter_name: str, config: LucaConfig, tensors: Mapping[str, Tensor]) -> None:
         """Adds a trained expert, frozen. `tensors` are named as in its file, without the name of the head."""
+        self._warn_of_other_images(adapter_name, config)
         # PEFT's own way goes over all modules of the model for every expert, which takes minutes among a thousand.
         alone = type(self)(self.base_layer, self.width, self.input_width)
         alone.update_layer(adapter_name, config)
@@ -97,6 +100,15 @@ class ExpertStore(nn.Module, BaseTunerLayer):
             getattr(self, container).update(getattr(alone, container))
         self.configs[adapter_name] = config
         self._experts = None
+
+    def _warn_of_other_images(self, adapter_name: str, config: LucaConfig) -> None:
+        first = next(iter(self.configs.values()), config)
+        for name in ("background", "white_level"):
+            if getattr(first, name) != (other := getattr(config, name)):
+                message = (
+                    f"expert {adapter_name!r} was trained with {name}={other!r}, but images are read for all experts"
+                )
+                warnings.warn(f"{message} with that of the first one, {getattr(first, name)!r}.", stacklevel=2)
 
     @torch.no_grad()
     def load_expert(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:

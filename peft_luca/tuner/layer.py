@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..preprocessing import channels_of
 from ..routing import LabelSpace, Router, RoutingOutput, make_router
 from ..routing.score_routers import OracleRouter
 from ..routing.statistics import ClassStatistics, unit_features
@@ -271,6 +272,12 @@ def cls_of(x: Tensor, width: int, input_width: int) -> Tensor:
 
 def luca_layers(model: nn.Module) -> list[LucaLayer]:
     return [module for module in model.modules() if isinstance(module, LucaLayer)]
+
+
+def image_options(model: nn.Module) -> dict[str, Any]:
+    """How the experts of a model see images: arguments of [`~peft_luca.preprocessing.read_image`]."""
+    config = next(iter(find_layer(model)[1].configs.values()))  # all experts have the same
+    return {"channels": channels_of(model), "background": config.background, "white_level": config.white_level}
 
 
 def find_layer(model: nn.Module) -> tuple[str, LucaLayer]:

@@ -23,6 +23,7 @@ from helpers import (
     make_vit,
 )
 from PIL import Image as PilImage
+from PIL import ImageFile
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessorPil
 
@@ -230,6 +231,9 @@ class OtherProcessor(ViTImageProcessorPil):
         {"augmentation": False, "view": None},
         {"view": 1},
         {"seed": 1},
+        {"channels": 1},
+        {"background": "black"},
+        {"white_level": 4095},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -249,6 +253,33 @@ def test_the_key_changes_with_versions_and_only_augmentation_has_a_seed(monkeypa
                 feature_cache, "distributions", lambda name, o=other: o.get(name) or distributions(name=name)
             )
             assert key(augmentation=False, view=None) != plain
+
+
+def test_the_key_changes_with_what_decides_which_images_can_be_read(monkeypatch):
+    for place, name, value in (
+        (PilImage, "MAX_IMAGE_PIXELS", 10),
+        (ImageFile, "LOAD_TRUNCATED_IMAGES", True),
+        (PilImage, "OPEN", {**PilImage.OPEN, "HEIF": None}),
+        (feature_cache.codecs, "version", lambda name: "0.0"),
+    ):
+        plain = key()
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, value)
+            assert key() != plain
+        assert key() == plain
+
+
+def test_an_image_that_was_over_the_limit_is_read_once_the_limit_is_raised(tmp_path, monkeypatch):
+    options = {"features_cache_dir": str(tmp_path / "cache"), "num_train_epochs": 1}
+    images = [PilImage.new("L", (200, 200)), *colors(2)["image"]]
+    large = Dataset.from_dict(
+        {"image": images, "label": list("aabbccddeeffa")}, Features(image=Image(), label=Value("string"))
+    )
+    for limit, choice, skipped in ((10_000, "skip", [0]), (10**8, "raise", [])):
+        monkeypatch.setattr(PilImage, "MAX_IMAGE_PIXELS", limit)
+        trainer = make_trainer(tmp_path / choice, TaskStream.from_dataset(large), on_bad_image=choice, **options)
+        trainer.train()
+        assert trainer.features(trainer.stream[0], "train").skipped == skipped
 
 
 def test_images_are_known_by_their_bytes(tmp_path):
@@ -321,6 +352,94 @@ def test_a_feature_dataset_gives_whole_batches_and_its_views_in_turn():
         labels = torch.cat([batch["labels"] for batch in batches])
         assert torch.equal(torch.cat([batch["features"] for batch in batches]), views[epoch % 2][labels])
         assert labels.sort().values.tolist() == list(range(7))
+
+
+def permuted(table):
+    features = table.column("features").chunk(0).take(pa.array(range(17, -1, -1)))
+    return table.set_column(0, "features", features)
+
+
+def other_rows(table):
+    return table.set_column(1, "row", pa.array([*range(1, 18), 0]))
+
+
+def changed(change):
+    """Writes a sound Arrow file of changed content, with the metadata that was there."""
+
+    def spoil(path):
+        with pa.memory_map(str(path)) as source:
+            table = pa.ipc.open_stream(source).read_all()
+        table = change(table)
+        path.unlink()
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+
+    return spoil
+
+
+def flipped(place):
+    def spoil(path):
+        content = bytearray(path.read_bytes())
+        content[int(place * len(content))] ^= 1
+        path.write_bytes(content)
+
+    return spoil
+
+
+def of_other_images(path):
+    extractor()(make_images(NAMES, 3, seed=9).rename_column("label", "labels"), path.with_name("other.arrow"))
+    path.with_name("other.arrow").rename(path)
+
+
+SPOILT = {
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("not found"),
+    "cut off by one": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "another number": flipped(0.5),
+    "permuted features": changed(permuted),
+    "permuted rows": changed(other_rows),
+    "fewer rows": changed(lambda table: table.slice(0, 9)),
+    "without a digest": changed(lambda table: table.replace_schema_metadata({})),
+    "of other images": of_other_images,
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_a_spoilt_file_is_noticed_and_made_again(tmp_path, kind):
+    path = tmp_path / "f.arrow"
+    expected, content = extractor()(colors(), path).features.clone(), path.read_bytes()
+    SPOILT[kind](path)
+    backbone = Backbone()
+    with pytest.warns(UserWarning, match=r"f\.arrow is spoilt, and its features are computed again"):
+        features = extractor(backbone)(colors(), path)
+    assert torch.equal(features.features, expected)
+    assert (backbone.images, path.read_bytes(), files_in(tmp_path)) == (18, content, ["f.arrow"])
+
+
+@pytest.mark.filterwarnings("ignore:.*is spoilt")
+def test_whichever_byte_changes_the_features_stay(tmp_path):
+    path = tmp_path / "f.arrow"
+    expected, content = extractor()(colors(), path).features.clone(), path.read_bytes()
+    for place in np.linspace(0, 0.999, 60):
+        path.write_bytes(content)
+        flipped(place)(path)
+        assert torch.equal(extractor()(colors(), path).features, expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [(".partial.json", b"{"), (".partial.json", b'{"rows": 4}'), (".partial", b"12")]
+)
+def test_a_spoilt_checkpoint_is_not_used(tmp_path, monkeypatch, file, content):
+    monkeypatch.setattr(feature_file, "CHECKPOINT_SECONDS", 0.0)
+    path, backbone = tmp_path / "f.arrow", Backbone()
+    with pytest.raises(KeyboardInterrupt):
+        extractor(Backbone(2))(colors(), path)
+    path.with_suffix(file).write_bytes(content)
+    features = extractor(backbone)(colors(), path)
+    assert torch.equal(features.features, extractor()(colors()).features)
+    assert backbone.images == 18
 
 
 # --- in a run ---

@@ -186,6 +186,30 @@ def test_which_split_is_tested_on(splits, arguments, tested):
     assert (None if test is None else len(test)) == (None if tested is None else len(data[tested]))
 
 
+UNLABELLED = Dataset.from_list([{"image": {"bytes": png(), "path": None}, "label": -1}] * 2).cast_column(
+    "label", ClassLabel(names=["a", "b"])
+)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        UNLABELLED,
+        UNLABELLED.remove_columns("label"),
+        UNLABELLED.cast_column("label", Value("int64")),
+        Dataset.from_dict({"image": [None], "label": [None]}),
+    ],
+)
+def test_a_test_split_without_labels_is_told_apart(test):
+    data = DatasetDict(train=Dataset.from_list(list(rows(4)), TEXT), test=test)
+    with pytest.warns(UserWarning, match="'test' has no labels in 'label': no images are tested on; set test_size"):
+        assert load_splits(data) == (data["train"], None)
+    data["validation"] = Dataset.from_list(list(rows(3)), TEXT)
+    with pytest.warns(UserWarning, match="'test' has no labels in 'label': 'validation' is tested on"):
+        stream = TaskStream.from_dataset(data)
+    assert len(stream[0].test) == 3
+
+
 @pytest.mark.parametrize(
     ("dataset", "arguments", "error", "message"),
     [

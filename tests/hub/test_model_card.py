@@ -100,6 +100,7 @@ print\(classify\(image, top_k=1\)\)
 ```
 
 `import peft_luca` comes first: [^\n]+
+training\. Only safetensors and JSON are read\.
 
 ## Experts
 
@@ -139,6 +140,7 @@ Sparsity is the share of [^\n]+ Fingerprint of the backbone:
 \| `reduction` \| 16 \|
 \| `reference` \| True \|
 \| `whitening` \| True \|
+\| `background` \| white \|
 
 ### Framework versions
 
@@ -224,6 +226,13 @@ def test_names_of_classes_cannot_make_markup(name):
     tags = ModelCard(text).data.tags
     assert tags[4] == class_tag(name)
     assert all(isinstance(tag, str) for tag in tags)
+
+
+def test_marks_of_direction_and_control_reach_no_card():
+    marks = "\u202e\u2066\u200f\u200b\ufeff\u2028\u2029\u061c"
+    text = card({"t": [f"c{marks}at", "👩\u200d🚀"]}, card_data={"model_name": f"mine{marks}"})
+    assert not set(text) & set(marks)
+    assert "| t | 2: c at, 👩\u200d🚀 |" in text
 
 
 def test_class_tags():

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+import warnings
 
 import pytest
 import torch
@@ -259,6 +260,24 @@ def test_experts_of_two_owners(tmp_path):
     assert model.router.name == "entropy"
     assert model.config.id2label == {0: "a", 1: "b", 2: "c"}
     assert_same(expert_tensors(model, "birds"), before)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("cat", "CAT"), ("cat", "cat "), ("cat", "c\u200bat"), ("cat", "ｃａｔ"), ("cat", "саt"), ("café", "cafe\u0301")],
+    ids=ascii,
+)
+def test_classes_of_two_owners_that_look_alike_are_told_of(tmp_path, one, other):
+    save_experts(make_model({"one": ["dog", one]}), tmp_path / "one")
+    save_experts(make_model({"two": [other, "owl"]}), tmp_path / "two")
+    message = f"look alike: {[one, other]!a}. If they are one class, give it one name with rename="
+    with pytest.warns(UserWarning, match=re.escape(message)) as said:
+        model = load_experts(make_vit(), [tmp_path / "one", tmp_path / "two"])
+    assert len(said) == 1
+    assert len(model.classes) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        load_experts(make_vit(), [tmp_path / "one", tmp_path / "two"], rename={"two": {other: one}})
 
 
 def test_class_names_of_any_language_and_experts_named_as_parts_of_other_names(tmp_path):

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from datasets import DatasetDict
+from datasets import ClassLabel, DatasetDict
 from helpers import (
     NAMES,
     ForwardCount,
@@ -427,9 +427,25 @@ def test_images_to_evaluate_and_to_predict(learned):
     assert (predicted.predictions == learned.predict(test).predictions).all()
 
 
+def test_classes_are_matched_by_name(learned):
+    test = learned.stream[0].test
+    names = list(reversed(learned.stream.classes))  # numbered otherwise than in the stream
+    own = [names.index(learned.stream.classes[label]) for label in test["labels"]]
+    own = test.remove_columns("labels").add_column("labels", own).cast_column("labels", ClassLabel(names=names))
+    accuracy = learned.evaluate(test)["eval_accuracy"]
+    assert accuracy > 0.6
+    for same in (own, own.rename_column("labels", "label")):
+        assert learned.evaluate(same)["eval_accuracy"] == accuracy
+        assert learned.predict(same).metrics["test_accuracy"] == accuracy
+    others = own.cast_column("labels", ClassLabel(names=["mauve", *names[1:]]))
+    for use in (learned.evaluate, learned.predict):
+        with pytest.raises(ValueError, match="values outside the label space of the train images: 'mauve'"):
+            use(others.map(lambda row: {"labels": 0}))
+
+
 def test_images_that_cannot_be_evaluated_are_refused(learned):
     test = learned.stream[0].test
-    with pytest.raises(ValueError, match="eval_dataset needs a column 'labels'"):
+    with pytest.raises(ValueError, match=r"eval_dataset needs a column 'labels' or 'label' .*, but has \['image'\]"):
         learned.evaluate(test.remove_columns("labels"))
     odd = test.remove_columns("labels").add_column("labels", [99] * 8)
     with pytest.raises(ValueError, match="an image has the label 99, but the experts' classes are"):
