@@ -166,7 +166,9 @@ def all_figures(trainer: Any, records: list[Record], last: Measured | None = Non
     if not records:
         return {}
     tuner = trainer.tuner
-    figures = run_figures(records, last, sum(map(len, tuner.experts.values())) > len(tuner.classes))
+    shared_classes = sum(map(len, tuner.experts.values())) > len(tuner.classes)
+    router = (tuner.router or trainer.args.make_router()).used(tuner.layer.experts)
+    figures = run_figures(records, last, experts_answer=not (shared_classes or router.needs_statistics))
     if last is not None and tuner.router != trainer.args.make_router():
         # Earlier stages were measured with another router and cannot be compared with this one.
         unknown = [[None] * len(records)] * (len(records) - 1)

@@ -166,17 +166,23 @@ def test_logs_of_all_tasks_stay_and_their_steps_run_on(learned):
 
 def test_a_line_for_each_task(learned):
     assert len(learned.lines) == 3
-    pattern = r"task 2/3 task_1 \(blue, yellow\), \d+\.\d s: accuracy [01]\.\d{3} over 4 classes, [01]\.\d{3} with the"
+    pattern = (
+        r"task 2/3 task_1 \(blue, yellow\), \d+\.\d s: accuracy [01]\.\d{3} over 4 classes "
+        r"\([01]\.\d{3} by entropy\), [01]\.\d{3} with the"
+    )
     assert re.match(pattern, learned.lines[1])
 
 
 def test_figures_are_those_of_the_predictions(learned):
     figures, model, processor = learned.evaluate(), learned.model, make_processor()
-    names, known, routing, counts, accuracies = list(learned.tuner.experts), [], [], [], []
+    names, known, routing, counts, accuracies, right = list(learned.tuner.experts), [], [], [], [], 0
     for t, task in enumerate(learned.stream):
         x = processor(images=task.test["image"][:], return_tensors="pt")["pixel_values"]
         wanted = [learned.stream.classes[i] for i in task.test["labels"][:]]
         model.set_router("entropy")
+        predicted = [model.config.id2label[int(i)] for i in model(x).logits.argmax(1)]
+        right += sum(a == w for a, w in zip(predicted, wanted, strict=True))
+        model.set_router("auto")
         predicted = [model.config.id2label[int(i)] for i in model(x).logits.argmax(1)]
         accuracies.append(np.mean([a == w for a, w in zip(predicted, wanted, strict=True)]))
         routing.append(float((model.route(x).expert == t).double().mean()))
@@ -184,7 +190,8 @@ def test_figures_are_those_of_the_predictions(learned):
         predicted = [task.classes[int(i)] for i in model(x).logits.argmax(1)]
         known.append(np.mean([a == w for a, w in zip(predicted, wanted, strict=True)]))
         counts.append(len(wanted))
-    model.set_router("entropy")
+    model.set_router("auto")
+    assert figures["eval_entropy_accuracy"] == pytest.approx(right / sum(counts))
     rows = figures["eval_accuracy_matrix"]
     matrix = np.array([[np.nan if value is None else value for value in row] for row in rows], dtype=float)
     assert matrix[-1].tolist() == accuracies
@@ -205,7 +212,7 @@ def test_another_router_is_measured_by_itself(learned):
         assert metrics["eval_last_accuracy"] is not None
         assert not {f"eval_{name}" for name in COMPARING_STAGES} & set(metrics)
         assert metrics["eval_accuracy_matrix"][:-1] == [[None] * 3] * 2
-    learned.tuner.set_router("entropy")
+    learned.tuner.set_router("auto")
 
 
 @pytest.mark.filterwarnings("error:routed accuracy:UserWarning")

@@ -223,6 +223,7 @@ def test_deleting_an_expert_deletes_its_statistics():
 def test_a_large_batch_is_split_within_the_memory_budget(monkeypatch):
     model, z = make_model({"s": ["a", "b"], "t": ["c", "d", "e"]}), vectors(10)
     layer = model.base_model.layer
+    model.set_router("entropy")
     whole, real, sizes = model.route_features(z), layer.scores, []
     monkeypatch.setattr("peft_luca.routing.router.MEMORY_BUDGET", 3 * 2 * 5)  # 3 images, 2 experts, 5 classes
     monkeypatch.setattr(layer, "scores", lambda part: sizes.append(len(part)) or real(part))
