@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ..routing import Router, RoutingOutput, make_router
+from ..routing.evidence import collect_with_evidence
 from ..routing.statistics import DEFAULT_RANK, ClassStatistics
 from .backbone import BackboneFacts, is_identity, pooled_features
 from .config import LucaConfig
@@ -329,8 +330,8 @@ class LucaModel(PeftHooks):
         def prepare(z: Tensor) -> Tensor:
             return layer.unit_features(z.to(device), name).cpu()
 
-        classes = self.experts[name]
-        statistics = ClassStatistics.collect(features.cpu(), labels.cpu(), classes, rank, random_features, prepare)
+        classes, features, labels = self.experts[name], features.cpu(), labels.cpu()
+        statistics = collect_with_evidence(features, labels, classes, rank, random_features, prepare)
         layer.set_statistics(name, statistics)
         return statistics
 
