@@ -158,9 +158,14 @@ class Router(ABC):
         values, defaults = vars(self.options), vars(self.Options())
         return {"name": self.name, "options": {name: v for name, v in values.items() if v != defaults[name]}}
 
+    def used(self, experts: Experts) -> Router:
+        """The router that answers for these experts: itself, or the one that it has chosen."""
+        return self
+
     def describe(self, experts: Experts) -> str:
-        """What `repr` of a model with these experts shows."""
-        return repr(self)
+        """Its `repr`, and the router that it has chosen for these experts."""
+        used = self.used(experts)
+        return repr(self) if used is self else f"{self!r} ({used.describe(experts)})"
 
     def _key(self) -> tuple[Any, ...]:
         """What equal routers have in common."""

@@ -161,8 +161,9 @@ def all_figures(trainer: Any, records: list[Record], last: Measured | None = Non
     if any(counts):
         known, routing = (np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing"))
         with warnings.catch_warnings():
-            if sum(map(len, tuner.experts.values())) > len(tuner.classes):
-                # Another expert of a shared class may be better than the task's own, and nothing leaks.
+            router = (tuner.router or trainer.args.make_router()).used(tuner.layer.experts)
+            if router.needs_statistics or sum(map(len, tuner.experts.values())) > len(tuner.classes):
+                # The task's own expert is no upper bound, and nothing leaks.
                 warnings.filterwarnings("ignore", "routed accuracy .* is above", UserWarning)
             figures |= summarize(matrix, counts, known, routing)
         if "entropy" in stages[-1]:  # earlier versions did not measure it

@@ -281,7 +281,7 @@ def task_line(done: int, tasks: int, record: Record, figures: dict[str, Any], cl
     by_entropy = figures.get("entropy_accuracy")
     beside = "" if by_entropy is None else f" ({by_entropy:.3f} by entropy)"
     return (
-        f"{line}: accuracy {figures['last_accuracy']:.3f}{beside} over {pluralize(classes, 'class')}, "
+        f"{line}: accuracy {figures['last_accuracy']:.3f} over {pluralize(classes, 'class')}{beside}, "
         f"{figures['task_known_accuracy']:.3f} with the task known, right expert {figures['routing_accuracy']:.3f}"
     )
 

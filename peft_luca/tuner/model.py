@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ..routing import Router, RoutingOutput, make_router
+from ..routing.evidence import collect_with_evidence
 from ..routing.statistics import DEFAULT_RANK, ClassStatistics
 from .backbone import BackboneFacts, is_identity, pooled_features
 from .config import LucaConfig
@@ -318,7 +319,7 @@ class LucaModel(PeftHooks):
         def prepare(z: Tensor) -> Tensor:
             return layer.unit_features(z.to(layer.experts.device), name).cpu()
 
-        statistics = ClassStatistics.collect(features.cpu(), labels.cpu(), classes, rank, random_features, prepare)
+        statistics = collect_with_evidence(features.cpu(), labels.cpu(), classes, rank, random_features, prepare)
         layer.set_statistics(name, statistics)
         return statistics
 

@@ -10,6 +10,7 @@ from peft_luca.routing.discriminants import (
     RegularizedDiscriminant,
     RidgeClassifier,
 )
+from peft_luca.routing.evidence import Familiarity
 from peft_luca.routing.statistics import ClassStatistics, pool, unit_features
 from peft_luca.utils import InvalidExpertError
 
@@ -34,7 +35,11 @@ def test_the_pooled_statistics_answer(name, changed):
     p = output.logits.exp()
     torch.testing.assert_close(output.entropy, -(p * output.logits).sum(1))
     torch.testing.assert_close(output.confidence, p.amax(1))
-    torch.testing.assert_close(output.known, LinearDiscriminant(pooled).log_known(x).exp())
+    gaussian = made if name == "gaussian" else RegularizedDiscriminant(pooled)
+    distances = gaussian.distances(gaussian.scores(x), made.log_posterior(x).argmax(1))
+    assert torch.equal(output.known, Familiarity(pooled.distances)(distances))
+    assert 0 < output.known.mean() < 1
+    assert torch.equal(output.unknown, output.known < 0.05)
     assert output.entropies is None
     assert make_router(name).needs_statistics
     assert not make_router("entropy").needs_statistics
