@@ -45,6 +45,7 @@ class PeftHooks(BaseTuner):
     _base_labels: Labels
     # The expert that was added last, until the model is set to train: only its weights may be replaced by a copy.
     _just_added: str | None = None
+    _unloaded: str | None = None  # the expert that PEFT adds to load weights into it, until they are there
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT's name; the head is found in _prepare_model
 
     def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
@@ -61,6 +62,7 @@ class PeftHooks(BaseTuner):
         if peft_config.fingerprint is None:
             peft_config.fingerprint = BackboneFacts.of(model, head.name).fingerprint
         self._just_added = adapter_name
+        self._unloaded = adapter_name if peft_config.inference_mode else None
 
     def _create_and_replace(  # type: ignore[override]
         self, peft_config: Any, adapter_name: str, target: Any, target_name: str, parent: nn.Module, **kwargs: Any
@@ -152,18 +154,46 @@ class PeftHooks(BaseTuner):
         remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
             model, config, adapter_name, state_dict
         )
+        tuner: Any = model.base_model if isinstance(model, PeftModel) else model
+        try:
+            cls._check_loaded(model, tuner, config, adapter_name, remapped, state_dict)
+        except ValueError:
+            # PEFT has added the expert already, with random numbers. One that was there before stays.
+            if getattr(tuner, "_unloaded", None) == adapter_name and len(tuner.peft_config) > 1:
+                tuner.delete_adapter(adapter_name)
+            raise
+        if isinstance(tuner, PeftHooks):
+            tuner._unloaded = None
+        return remapped
+
+    @staticmethod
+    def _check_loaded(
+        model: nn.Module,
+        tuner: Any,
+        config: Any,
+        adapter_name: str,
+        remapped: dict[str, Tensor],
+        state_dict: dict[str, Tensor],
+    ) -> None:
+        """Refuses weights that do not fit, and an expert with which the router that is set cannot answer."""
         path, layer = find_layer(model)
         expected = layer.tensors(adapter_name)
-        missing = {f"{path}.{key}" for key in expected} - set(remapped)
-        if missing:
+        found = {key: remapped.get(f"{path}.{key}") for key in expected}
+        wrong = [
+            key
+            for key, tensor in found.items()
+            if tensor is None or tensor.shape != expected[key].shape or not tensor.isfinite().all()
+        ]
+        if wrong:
             raise ValueError(
-                f"the file of expert {adapter_name!r} lacks {sorted(missing)}. It is incomplete, or was made with "
-                "another configuration: nothing of it was loaded."
+                f"the file of expert {adapter_name!r} lacks {sorted(wrong)}, or has them in another shape or with "
+                "numbers that are not finite. Nothing of it was loaded."
             )
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         check_backbone(base, find_head(base, config), config, adapter_name, state_dict)
         check_same_reference(layer, adapter_name, state_dict)
-        tuner: Any = model.base_model if isinstance(model, PeftModel) else model
+        if layer.router is not None:
+            layer.experts.prepared(layer.router)
         if getattr(tuner, "_just_added", None) != adapter_name:
             other = layer.duplicate_of(adapter_name, {key: remapped[f"{path}.{key}"] for key in expected})
             if other is not None:
@@ -173,7 +203,6 @@ class PeftHooks(BaseTuner):
                     f"checkpoint has a folder {adapter_name!r}, which model.load_adapter(folder, {adapter_name!r}) "
                     f"loads. To copy {other!r}, delete {adapter_name!r} first."
                 )
-        return remapped
 
 
 def check_new_expert(model: nn.Module, config: LucaConfig, name: str, labels: Labels) -> Head:
