@@ -194,6 +194,10 @@ class FeatureExtractor:
                 bad_rows = [row for row, *_ in bad]
                 if pixels is not None:
                     vectors = self.pooled_features(pixels).to("cpu", STORAGE[self.dtype][2]).contiguous()
+                    if not vectors.isfinite().all():
+                        found = f"[CLS] of an image in rows {batches[i + rank][0]} to {batches[i + rank][-1]}"
+                        remedy = "Use features_dtype='float32', and a backbone in float32 if it has that already"
+                        raise FloatingPointError(f"{found} is not finite, or too large for {self.dtype}. {remedy}.")
             parts = gather_object([(vectors, bad_rows)])
             for batch, part in zip(batches[i : i + processes], parts, strict=False):
                 yield len(batch), *part

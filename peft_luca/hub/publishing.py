@@ -17,7 +17,7 @@ from peft.utils import CONFIG_NAME
 from transformers.utils import logging
 
 from ..tuner.model import LucaModel, tuner_of
-from ..utils import check_classes, pluralize, write_json
+from ..utils import check_classes, list_names, pluralize, write_json
 from .model_card import (
     CARD_NAME,
     PICTURE_NAME,
@@ -30,7 +30,7 @@ from .model_card import (
     make_card,
 )
 from .saving import EXPERT_FILES, save_expert, save_experts
-from .validation import MANIFEST_NAME, read_json
+from .validation import MANIFEST_NAME, read_json, read_manifest
 
 
 logger = logging.get_logger(__name__)
@@ -185,6 +185,11 @@ def _mirror(
     for file, kind in kinds.items():
         if file in there and not (folder / file).is_file():
             raise ValueError(f"{repo_id} holds {kind}, and cannot hold this too. Push to another repository.")
+    pushed = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    earlier = _pushed_earlier(api, repo_id, info.sha, there, pushed)
+    if others := sorted(pushed & there - earlier):
+        reason = f"{repo_id} holds {list_names(others)}, which no earlier push of an expert wrote"
+        raise ValueError(f"{reason}. Push to another repository, or delete them there first.")
     try:
         return api.upload_folder(
             repo_id=repo_id,
@@ -192,7 +197,7 @@ def _mirror(
             commit_message=message,
             revision=revision,
             parent_commit=info.sha,
-            delete_patterns=[PICTURE_NAME, *EXPERT_FILES, *(f"*/{file}" for file in EXPERT_FILES)],
+            delete_patterns=sorted(earlier - pushed),
         )
     except HfHubHTTPError as error:
         if error.response.status_code != 412:
@@ -202,6 +207,20 @@ def _mirror(
             raise RuntimeError(message) from error
     logger.warning("Somebody else pushed to %s at the same time (412). Pushing once more.", repo_id)
     return _mirror(api, folder, repo_id, revision, message, retry=False)
+
+
+def _pushed_earlier(api: HfApi, repo_id: str, commit: str | None, there: set[str], pushed: set[str]) -> set[str]:
+    """Files of a repository that an earlier push wrote: those of its experts, and what lies beside them."""
+    if MANIFEST_NAME in there:
+        path = Path(api.hf_hub_download(repo_id, MANIFEST_NAME, revision=commit))
+        places = [f"{name}/" for name in read_manifest(path.parent).names]
+    elif CONFIG_NAME in there:
+        path = Path(api.hf_hub_download(repo_id, CONFIG_NAME, revision=commit))
+        places = [""] if read_json(path).get("peft_type") == "LUCA" else []
+    else:
+        places = []
+    beside = {PICTURE_NAME, RESULTS_NAME, *(file for file in pushed if "/" not in file)} if places else set()
+    return there & (beside | {f"{place}{file}" for place in places for file in EXPERT_FILES})
 
 
 def _base_model(api: HfApi, tuner: LucaModel, given: str | None) -> str | None:

@@ -12,12 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import HfApi, resolve_revision, snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RevisionResolutionError,
+)
+from huggingface_hub.hf_api import RepoFile
 from peft import PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..routing import Router, make_router
@@ -29,7 +35,6 @@ from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import LucaExperts, LucaLayer, find_layer
 from ..tuner.model import quiet_peft, tuner_of
 from ..utils import (
-    NAME_RULE,
     InvalidExpertError,
     atomic_write,
     check_classes,
@@ -41,6 +46,8 @@ from ..utils import (
 from .validation import (
     MANIFEST_FORMAT,
     MANIFEST_NAME,
+    MAX_EXPERT_BYTES,
+    MAX_JSON_BYTES,
     STATISTICS_FORMAT,
     STATISTICS_NAME,
     Manifest,
@@ -56,6 +63,7 @@ from .validation import (
 EXPERT_FILES = (STATISTICS_NAME, SAFETENSORS_WEIGHTS_NAME, CONFIG_NAME)
 Source = str | os.PathLike[str]
 logger = logging.get_logger(__name__)
+MAX_DOWNLOAD_BYTES = 2**34  # of one repository
 
 
 def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: bool = True) -> None:
@@ -78,6 +86,9 @@ def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: b
     path, layer = find_layer(tuner_of(model))
     state = {f"base_model.{path}.{key}": tensor for key, tensor in layer.tensors(name).items()}
     state_dict = None if "_fsdp_wrapped_module" in path else state
+    if state_dict and (odd := [key for key, t in state.items() if type(t) not in (Tensor, nn.Parameter)]):
+        reason = f"expert {name!r} is quantized (its {odd[0]}), but files of experts hold plain numbers"
+        raise ValueError(f"{reason}. Save it before it is quantized, or quantize the backbone alone.")
     target.parent.mkdir(parents=True, exist_ok=True)
     hidden = f".{target.name}."  # a run that was killed here finds and removes it by this name
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=hidden, ignore_cleanup_errors=True) as staging:
@@ -184,7 +195,7 @@ def load_experts(
     folders: list[tuple[str, Path]] = []
     manifest: Manifest | None = None
     for name, source in named:
-        folder = _local(source, revision, token, ["", "*/"], statistics)
+        folder = _local(source, revision, token, None, statistics)
         if not (folder / MANIFEST_NAME).is_file():
             folders.append((name or _name_after(source, model), folder))
             continue
@@ -229,9 +240,7 @@ def load_expert(
         rename (`dict`, *optional*): Other names for classes, `{class: name}`.
         model, revision, token, allow_mismatch, statistics, processing_class: See [`load_experts`].
     """
-    # A pattern in place of a name would download other experts.
-    places = ["", f"{name}/"] if name and NAME_RULE.fullmatch(name) else [""]
-    folder = _local(source, revision, token, places, statistics)
+    folder = _local(source, revision, token, name or "", statistics)
     if (folder / MANIFEST_NAME).is_file():
         names = read_manifest(folder).names
         if name not in names:
@@ -242,21 +251,54 @@ def load_expert(
     return _load(model, [(name, folder)], None, renamed, allow_mismatch, statistics, processing_class)
 
 
-def _local(
-    source: Source, revision: str | None, token: str | bool | None, places: Sequence[str], statistics: bool
-) -> Path:
-    """Returns the folder of a source: itself, or where the experts' files of a Hub repository are in the cache."""
+def _local(source: Source, revision: str | None, token: str | bool | None, name: str | None, statistics: bool) -> Path:
+    """
+    Returns the folder of a source: itself, or where the files of a Hub repository are in the cache. Of a collection
+    the manifest is downloaded first, then what it lists, of the expert `name` or of all (`None`).
+    """
     if Path(source).is_dir():
         return Path(source)
-    files = EXPERT_FILES if statistics else EXPERT_FILES[1:]
-    patterns = [MANIFEST_NAME, *(f"{place}{file}" for place in places for file in files)]
+    repo_id, files = str(source), EXPERT_FILES if statistics else EXPERT_FILES[1:]
     try:
-        return Path(snapshot_download(str(source), revision=revision, token=token, allow_patterns=patterns))
+        commit = resolve_revision(repo_id, revision=revision, token=token)
+        sizes = _sizes(repo_id, commit, token)
+        folder = _fetch(repo_id, commit, token, sizes, [MANIFEST_NAME])
+        places = [""]
+        if (folder / MANIFEST_NAME).is_file():
+            places = [f"{listed}/" for listed in read_manifest(folder).names if name in (None, listed)]
+        return _fetch(repo_id, commit, token, sizes, [f"{place}{file}" for place in places for file in files])
     except HFValidationError as error:
         raise InvalidExpertError(f"{source} is not an expert: it is neither a folder nor a Hub id.") from error
-    except LocalEntryNotFoundError as error:
+    except (RevisionResolutionError, LocalEntryNotFoundError) as error:
         message = f"{source} is no folder here, the Hub cannot be reached, and its cache does not have it: {error}"
         raise LocalEntryNotFoundError(message) from error
+
+
+def _sizes(repo_id: str, commit: str, token: str | bool | None) -> dict[str, int] | None:
+    """Sizes of a repository's files, as the Hub has them. `None` if it cannot be reached."""
+    try:
+        tree = HfApi(token=token).list_repo_tree(repo_id, recursive=True, revision=commit)
+        return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+    except Exception as error:  # of the connection there are many
+        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+            raise
+        return None
+
+
+def _fetch(
+    repo_id: str, commit: str, token: str | bool | None, sizes: Mapping[str, int] | None, paths: Sequence[str]
+) -> Path:
+    """Downloads files into the cache, if their sizes are those of experts, and returns their folder."""
+    found = {path: sizes[path] for path in paths if path in sizes} if sizes else {}
+    for path, size in found.items():
+        most = MAX_JSON_BYTES if path.endswith(".json") else MAX_EXPERT_BYTES
+        if size > most:
+            raise InvalidExpertError(f"{repo_id}/{path} has {size} bytes, more than the {most} that are read.")
+    if sum(found.values()) > MAX_DOWNLOAD_BYTES:
+        reason = f"have {sum(found.values())} bytes, more than the {MAX_DOWNLOAD_BYTES} that are downloaded at once"
+        raise InvalidExpertError(f"the experts of {repo_id} {reason}. Load some of them with load_expert.")
+    options: dict[str, Any] = {"allow_patterns": list(paths), "local_files_only": sizes is None}
+    return Path(snapshot_download(repo_id, revision=commit, token=token, **options))
 
 
 def _name_after(source: Source, model: nn.Module) -> str:
@@ -296,7 +338,7 @@ def _load(
     preview = LucaExperts(layer, device, experts)
     known, remedy = tuner.classes if tuner else (), ". If they are one class, give it one name with rename=."
     warn_about_spellings(preview.label_space.classes, known, remedy, stacklevel=4)
-    router = _make_router(manifest, preview) if manifest and manifest.router is not None else None
+    router = _prepare_router(manifest, tuner.router if tuner else None, preview)
     configs = dict(layer.configs, **{name: expert.config for name, expert in experts.items()})
     warn_of_processor(configs, processing_class)
 
@@ -313,7 +355,8 @@ def _load(
             tuner.layer.set_statistics(name, expert.statistics)
     if tuner is not None and router is not None:
         preview.new_are_added(tuner.layer)
-        tuner.set_router(router)
+        if router is not tuner.router:
+            tuner.set_router(router)
     return model.eval()
 
 
@@ -355,14 +398,21 @@ def _read_expert(
     return NewExpert(config, tensors, replace(found, classes=tuple(config.classes)))
 
 
-def _make_router(manifest: Manifest, experts: LucaExperts) -> Router:
-    """Makes a collection's router, and prepares it for the experts as they will be in the model."""
+def _prepare_router(manifest: Manifest | None, current: Router | None, experts: LucaExperts) -> Router | None:
+    """Prepares the router of the collection, or else that of the model, for the experts as they will be."""
+    saved = manifest.router if manifest else None
     try:
-        router = make_router(manifest.router["name"], **manifest.router["options"])
-        experts.prepared(router)
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        router = current if saved is None else make_router(saved["name"], **saved["options"])
+        if router is not None:
+            experts.prepared(router)
+    except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
+        if saved is None or manifest is None:
+            reason = f"the router {current!r}, which is set, cannot use the experts: {error}"
+            raise InvalidExpertError(
+                f"{reason} To load them all the same, call set_router('entropy') first."
+            ) from error
         raise InvalidExpertError(
-            f"{manifest.path} asks for the router {show(manifest.router)}: {error} To load its experts without the "
+            f"{manifest.path} asks for the router {show(saved)}: {error} To load its experts without the "
             f"router, load them one by one: load_expert(model, source, {manifest.names[0]!r})."
         ) from error
     return router

@@ -157,6 +157,23 @@ def test_a_rotated_photo_has_the_pixels_that_evaluation_sees():
     assert torch.equal(extractor()(dataset).features, Backbone()(pixels))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [("float16", 1e5), ("float32", float("inf")), ("bfloat16", float("nan"))]
+)
+def test_features_that_are_not_finite_are_named(tmp_path, dtype, largest):
+    def backbone(pixels):
+        features = Backbone()(pixels)
+        features[-1] = largest
+        return features
+
+    message = (
+        rf"\[CLS\] of an image in rows 0 to 3 is not finite, or too large for {dtype}\. Use features_dtype='float32'"
+    )
+    with pytest.raises(FloatingPointError, match=message):
+        extractor(backbone, dtype=dtype)(colors(), tmp_path / "f.arrow")
+    assert not (tmp_path / "f.arrow").exists()
+
+
 # --- images that cannot be read ---
 
 

@@ -34,6 +34,7 @@ from peft_luca import (
     push_experts,
     save_experts,
 )
+from peft_luca.hub import saving
 from peft_luca.hub.saving import EXPERT_FILES
 
 
@@ -150,6 +151,76 @@ def test_an_expert_and_a_collection_do_not_share_a_repository(hub, model):
         push(model, "owner/one")
     with pytest.raises(ValueError, match="owner/two holds a collection, and cannot hold this too"):
         push_expert(model, "zeta", "owner/two", base_model=BASE)
+
+
+LORA = {"adapter_config.json": b'{"peft_type": "LORA"}', "adapter_model.safetensors": b"lora"}
+
+
+@pytest.mark.parametrize(
+    ("files", "single"),
+    [
+        (LORA, True),
+        ({"README.md": b"# Mine"}, True),
+        ({"README.md": b"# Mine"}, False),
+        ({f"alpha/{name}": body for name, body in LORA.items()}, False),
+    ],
+)
+def test_files_that_no_push_wrote_are_neither_overwritten_nor_deleted(hub, model, files, single):
+    hub.add("owner/x", dict(files))
+    before = dict(hub.repos["owner/x"].files)
+    with pytest.raises(
+        ValueError, match=r"owner/x holds '.*', which no earlier push of an expert wrote. Push to anothe"
+    ):
+        push_expert(model, "alpha", "owner/x", base_model=BASE) if single else push(model, "owner/x")
+    assert hub.repos["owner/x"].files == before
+
+
+def test_an_adapter_of_another_method_beside_the_experts_stays(hub, model):
+    push(model)
+    repo = hub.repos["owner/two"]
+    lora = {f"lora/{name}": body for name, body in LORA.items()}
+    repo.commit({**repo.files, **lora})
+    model.delete_adapter("zeta")
+    push(model)
+    assert {path: repo.files[path] for path in lora} == lora
+    assert not [path for path in repo.files if path.startswith("zeta/")]
+    hub.requests.clear()
+    pulled_is(model)
+    assert not hub.asked("lora/")  # nor is it downloaded
+    hub.add("owner/lora", dict(LORA))
+    with pytest.raises(ValueError, match="owner/lora holds a single expert, and cannot hold this too"):
+        push(model, "owner/lora")
+
+
+@pytest.mark.parametrize(
+    ("bound", "most", "message"),
+    [
+        ("MAX_JSON_BYTES", 100, r"owner/two/experts\.json has \d+ bytes, more than the 100 that are read"),
+        ("MAX_EXPERT_BYTES", 3300, r"owner/two/.*adapter_model\.safetensors has \d+ bytes, more than the 3300"),
+        (
+            "MAX_DOWNLOAD_BYTES",
+            6000,
+            r"of owner/two have \d+ bytes, more than the 6000 .* Load some of them with load_exp",
+        ),
+    ],
+)
+def test_what_is_too_large_is_refused_before_it_is_downloaded(hub, model, monkeypatch, bound, most, message):
+    push(model)
+    monkeypatch.setattr(saving, bound, most)
+    hub.requests.clear()
+    assert_refused(lambda model: load_experts(model, "owner/two"), message, InvalidExpertError)
+    assert not hub.asked("/lfs/")
+    assert len(hub.asked("GET /owner/two/resolve")) == (0 if bound == "MAX_JSON_BYTES" else 1)  # the manifest
+    if bound == "MAX_DOWNLOAD_BYTES":
+        assert list(load_expert(make_vit(), "owner/two", "alpha").experts) == ["alpha"]
+
+
+def test_a_pattern_in_place_of_a_name_downloads_no_expert(hub, model):
+    push(model)
+    hub.requests.clear()
+    message = r"owner/two is a collection of 'zeta', 'alpha'. Name one of them, got '\*'"
+    assert_refused(lambda model: load_expert(model, "owner/two", "*"), message)
+    assert not hub.asked("adapter_")
 
 
 def test_experts_of_two_owners(hub):

@@ -135,6 +135,17 @@ def test_what_cannot_be_saved(tmp_path):
     assert files_in(tmp_path) == ["file"]
 
 
+def test_quantized_experts_are_refused_and_a_quantized_backbone_is_not(tmp_path):
+    model = make_model(TWO)
+    torch.ao.quantization.quantize_dynamic(model.base_model.model.vit, {torch.nn.Linear}, inplace=True)
+    save_expert(model, "zeta", tmp_path / "zeta")
+    assert files_in(tmp_path / "zeta") == [CONFIG, WEIGHTS]
+    torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, inplace=True)
+    for save in (lambda: save_expert(model, "zeta", tmp_path / "new"), lambda: save_experts(model, tmp_path / "new")):
+        with pytest.raises(ValueError, match=r"expert 'zeta' is quantized .* or quantize the backbone alone"):
+            save()
+
+
 # ---- what comes back -----------------------------------------------------------------------------------------------
 
 
@@ -312,6 +323,63 @@ def test_predictions_do_not_depend_on_the_order_of_loading(tmp_path_factory, exp
     assert [list(named)[i] for i in routed.expert] == [shuffled[i] for i in again.expert]
 
 
+def refused_by_the_router(kind, folder):
+    """An expert `new` with which the router `gaussian` cannot answer."""
+    model = with_statistics({"new": ["q"]})
+    if kind == "statistics of another reference":
+        with torch.no_grad():
+            model.base_model.layer.luca_reference_mean["new"].add_(1)
+    save_expert(model, "new", folder, statistics=kind != "no statistics")
+    if kind == "garbage":
+        (folder / "statistics.safetensors").write_bytes(b"garbage")
+
+
+@pytest.mark.parametrize("kind", ["no statistics", "statistics of another reference", "garbage"])
+def test_an_expert_that_the_router_cannot_use_is_refused_and_the_model_answers_as_before(tmp_path, kind):
+    refused_by_the_router(kind, tmp_path / "new")
+    model = with_statistics()
+    model.set_router("gaussian")
+    before = model.route(pixels())
+    for load in (load_expert, load_experts):
+        message = (
+            "statistics" if kind == "garbage" else r"router gaussian, which is set, .* set_router\('entropy'\) fir"
+        )
+        assert_refused(lambda model, load=load: load(model, tmp_path / "new"), message, InvalidExpertError, [model])
+    if kind == "no statistics":
+        assert_refused(
+            lambda model: model.load_adapter(str(tmp_path / "new"), "new"), "needs the stat", models=[model]
+        )
+    after = model.route(pixels())
+    assert torch.equal(after.logits, before.logits)
+    assert torch.equal(after.expert, before.expert)
+    model.set_router("entropy")
+    assert list(load_expert(model, tmp_path / "new", statistics=False).experts) == [*TWO, "new"]
+
+
+@pytest.mark.parametrize("spoil", ["missing", "shape", "nan"])
+def test_what_peft_is_refused_leaves_the_model_as_it_was(tmp_path, spoil):
+    """PEFT adds an expert of random numbers before it looks at the file."""
+    save_expert(make_model({"new": ["q", "r"]}), "new", tmp_path)
+    good, tensors = tmp_path / "good", load_file(tmp_path / WEIGHTS)
+    save_expert(make_model({"new": ["q", "r"]}, seed=1), "new", good)
+    key = "base_model.model.classifier.luca_class_rows"
+    changed = {"missing": None, "shape": tensors[key][:1], "nan": tensors[key] * float("nan")}[spoil]
+    tensors = {name: changed if name == key else tensor for name, tensor in tensors.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / WEIGHTS)
+    model = make_model(TWO)
+    model.set_router("entropy")
+    message = r"the file of expert 'new' lacks \['luca_class_rows.new'\], or has"
+    assert_refused(lambda model: model.load_adapter(str(tmp_path), "new"), message, models=[model])
+    assert list(model.experts) == list(TWO)
+    model.load_adapter(str(good), "new")  # an expert that is there is not removed
+    before = expert_tensors(model, "new")
+    assert_refused(lambda model: model.load_adapter(str(tmp_path), "new"), message, models=[model])
+    assert_same(expert_tensors(model, "new"), before)
+    fresh = make_model(TWO)
+    fresh.add_adapter("new", LucaConfig(classes=["q", "r"]))
+    assert_refused(lambda model: model.load_adapter(str(tmp_path), "new"), message, models=[fresh])
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 
@@ -459,15 +527,3 @@ def test_a_thousand_experts_load_within_a_minute(tmp_path):
     assert time.perf_counter() - started < 60
     assert len(loaded.experts) == 1000
     assert len(loaded.classes) == 10_000
-
-
-def test_a_pattern_in_place_of_a_name_downloads_no_expert(monkeypatch, tmp_path):
-    patterns = []
-    monkeypatch.setattr(
-        "peft_luca.hub.saving.snapshot_download",
-        lambda repo_id, allow_patterns, **kwargs: patterns.extend(allow_patterns) or str(tmp_path),
-    )
-    with pytest.raises(InvalidExpertError, match=r"it has no adapter_config\.json"):
-        load_expert(make_vit(), "owner/birds", "*")
-    assert patterns
-    assert not any("*" in pattern for pattern in patterns)
