@@ -294,7 +294,7 @@ class ContinualTrainer(PublishingTrainer):
 
     def results(self) -> dict[str, Any]:
         """What `results.json` holds: the run's settings, each task as it was learned, and the figures."""
-        deleted = self._learned - set(self.tuner.experts)
+        deleted = {record["name"] for record in self._records if record["name"] not in self.tuner.experts}
         left = [task.classes for task in self.stream if task.name not in deleted]
         return {
             "format": RESULTS_FORMAT,

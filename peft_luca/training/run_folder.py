@@ -278,10 +278,10 @@ class RunFolder:
             if record := live.pop(name, None):
                 kept = {label for other in live.values() for label in other["classes"]}
                 gone = set(record["classes"]) - kept
+                self._remove_derived({name, *gone})
                 results["classes"] = [label for label in results["classes"] if label not in gone]
                 record |= {"deleted": True, "classes": []}
                 write_json(self.path / RESULTS_NAME, results)
-            self._remove_pictures_of(name)
         if name not in live:
             if manifest := self._read(MANIFEST_NAME):
                 manifest["experts"] = [expert for expert in manifest["experts"] if expert["name"] not in names]
@@ -292,12 +292,12 @@ class RunFolder:
         if change["change"] == "add":
             (self.path / JOURNAL_NAME).unlink()
 
-    def _remove_pictures_of(self, name: str) -> None:
-        """Removes what was drawn and written about an expert, and can be made again without it."""
-        texts = [path for path in (self.path / CARD_NAME, self.path / TRAINER_STATE_NAME) if path.is_file()]
-        about = [path for path in texts if name in path.read_text(encoding="utf-8", errors="replace")]
-        for path in [*about, *(self.path / PLOTS_NAME).glob("*.png")]:
-            path.unlink()
+    def _remove_derived(self, names: set[str]) -> None:
+        """Removes the plots, and what else was made of the run and names an expert or a class that is to go."""
+        for path in (self.path / CARD_NAME, self.path / TRAINER_STATE_NAME, *(self.path / PLOTS_NAME).glob("*.png")):
+            text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+            if path.suffix == ".png" or any(name in text for name in names):
+                path.unlink()
 
     def _remove_leftovers(self, names: set[str]) -> None:
         """Removes what a killed process was writing: `.x.writing` and `.x.abcd1234`, of every x that is a run's."""
