@@ -203,7 +203,7 @@ class RunFolder:
             if task is None:
                 raise ValueError(
                     f"{self.path} holds a run of another stream: its task {record['name']!r} is not among "
-                    f"{', '.join(map(repr, tasks))}. Choose another output_dir."
+                    f"{', '.join(map(repr, tasks))}. Append its dataset to the stream, or choose another output_dir."
                 )
             images = [len(task.train) if has_length(task.train) else None, 0 if task.test is None else len(task.test)]
             now = [task.name, list(task.classes), *images]
