@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import ClassLabel, Dataset, Image, Value
+from datasets import ClassLabel, Dataset, Image, Value, config
 
 from ..utils import list_names
 
@@ -95,7 +94,7 @@ class LabeledImages(Column):
         # indices mapping writes all its images.
         images = self.images
         if images._indices is not None and images.cache_files:  # would be written beside the data, by default
-            folder = Path(datasets.config.HF_DATASETS_CACHE) / "peft_luca"
+            folder = Path(config.HF_DATASETS_CACHE) / "peft_luca"
             folder.mkdir(parents=True, exist_ok=True)
             images = images.flatten_indices(cache_file_name=str(folder / f"images-{images._fingerprint}.arrow"))
         dataset = images.add_column("labels", lookup[self.codes], feature=Value("int64"))

@@ -137,16 +137,12 @@ def save_experts(
 
 
 def save_statistics(statistics: ClassStatistics, folder: Source, digests: Mapping[str, str] | None = None) -> None:
-    """
-    Writes `statistics.safetensors` into a folder, whole or not at all. `digests` are the [`expert_digests`] of the
-    expert to which they belong.
-    """
+    """Writes `statistics.safetensors` into a folder, whole or not at all, with the digests of their expert."""
     tensors = {name: tensor.contiguous() for name, tensor in statistics.tensors().items()}
     # One entry only: safetensors writes several in an order that differs from one time to the next.
-    values = {"format": STATISTICS_FORMAT, "classes": statistics.classes, **(digests or {})}
-    about = json.dumps(values, ensure_ascii=False)
+    about = {"format": STATISTICS_FORMAT, "classes": statistics.classes, **(digests or {})}
     with atomic_write(Path(folder) / STATISTICS_NAME) as temporary:
-        save_file(tensors, temporary, {"statistics": about})
+        save_file(tensors, temporary, {"statistics": json.dumps(about, ensure_ascii=False)})
 
 
 def _check_known(tuner: LucaModel, names: Sequence[str]) -> None:

@@ -36,9 +36,7 @@ MAX_IMAGES = 1e12  # of a class
 TOLERANCE = 1e-3  # of statistics, which were rounded to float32
 FLOATS = ("F64", "F32", "F16", "BF16")
 # What a config says about the weights beside it.
-CONFIG_FACTS = (
-    "classes reduction adapter_width calibrator_width arrangement norm_position positive_scale reference".split()
-)
+CONFIG_FACTS = "classes adapter_width calibrator_width arrangement norm_position positive_scale reference".split()
 
 Specs = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # tensor name -> allowed dtypes, shape
 Header = Mapping[str, tuple[str, list[int]]]  # tensor name -> dtype, shape
@@ -141,9 +139,8 @@ def read_statistics(folder: str | os.PathLike[str]) -> ClassStatistics:
     try:
         tensors, metadata = _read_tensors(path, _statistics_specs)
         about = json.loads(metadata["statistics"])
-        if "weights" in about and {key: about.get(key) for key in ("weights", "config")} != expert_digests(
-            path.parent
-        ):
+        digests = {key: about[key] for key in ("weights", "config") if key in about}
+        if digests and digests != expert_digests(path.parent):
             raise ValueError("it does not belong to the weights and the config beside it.")
         _check_statistics(tensors)
     except (ValueError, RecursionError) as error:
@@ -156,9 +153,8 @@ def read_statistics(folder: str | os.PathLike[str]) -> ClassStatistics:
 def expert_digests(folder: Path) -> dict[str, str]:
     """SHA-256 of the weights of the expert in a folder, and of what its config says about them."""
     values = _read_json(folder / CONFIG_NAME)
-    facts = json.dumps([values.get(name) for name in CONFIG_FACTS])
-    weights = _digest(folder / SAFETENSORS_WEIGHTS_NAME)
-    return {"weights": weights, "config": hashlib.sha256(facts.encode()).hexdigest()}
+    facts = json.dumps([values.get(name) for name in CONFIG_FACTS]).encode()
+    return {"weights": _digest(folder / SAFETENSORS_WEIGHTS_NAME), "config": hashlib.sha256(facts).hexdigest()}
 
 
 def _statistics_classes(metadata: Mapping[str, str]) -> list[str]:

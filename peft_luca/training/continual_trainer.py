@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
-from transformers.trainer_utils import HubStrategy, TrainOutput, has_length
+from transformers.trainer_utils import HubStrategy, TrainOutput
 from transformers.utils import logging
 
 from ..data.collator import ImageCollator
@@ -206,8 +206,8 @@ class ContinualTrainer(PublishingTrainer):
         record: dict[str, Any] = {
             "name": task.name,
             "classes": list(task.classes),
-            "train_images": len(task.train) if has_length(task.train) else None,
-            "test_images": len(task.test) if task.test is not None else 0,
+            "train_images": len(task.train),
+            "test_images": len(task.test or ()),
             "skipped_images": self.task_features.skipped(task),
             "images": self.task_features.digests(task),
             "steps": output.global_step,
@@ -328,8 +328,10 @@ class ContinualTrainer(PublishingTrainer):
         Returns the name of the expert whose deletion was finished.
         """
         experts = list(self.tuner.experts) if isinstance(self.model, PeftModel) else []
-        self.folder.recover((task.name for task in self.stream), [n for n in self._saved if n not in experts])
-        deleted, saved = self.folder.pending(), self.folder.experts()
+        # Those of a model that has none, since it was unloaded, come back.
+        deleted = [name for name in self._saved if experts and name not in experts]
+        self.folder.recover((task.name for task in self.stream), deleted)
+        pending, saved = self.folder.pending(), self.folder.experts()
         settings = run_settings(self.args, self.luca_config, self.processing_class)
         records = self.folder.read(settings, self.stream, self.task_features.digests, self._records, refuse)
         new = {name: self.folder.path / name for name in saved if name not in experts}
@@ -345,11 +347,11 @@ class ContinualTrainer(PublishingTrainer):
             done = f"{len(records)} of {pluralize(len(self.stream), 'task')}"
             print_line(self.args, f"resuming after {done} found in {self.folder.path}")
         self._records, self._saved = records, saved
-        if deleted is not None:
+        if pending is not None:
             if records:
                 records[-1] |= measure(self, records)
             self.folder.finish(self.results())
-        return deleted
+        return pending
 
     def _set_model(self, model: nn.Module) -> None:
         self.model = self.model_wrapped = self.callback_handler.model = model

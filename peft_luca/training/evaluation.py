@@ -91,17 +91,15 @@ class TaskFeatures:
         digests, own = {}, np.array(self._own_labels(task))
         for split in ("train", "test"):
             if (dataset := getattr(task, split)) is not None:
-                labels = own[dataset.select_columns(["labels"]).with_format("numpy")[:]["labels"]]
-                text = f"{self._digest(task, split)} {labels.tolist()}"
-                digests[split] = hashlib.sha256(text.encode()).hexdigest()
+                labels = own[dataset.select_columns(["labels"]).with_format("numpy")[:]["labels"]].tolist()
+                digests[split] = hashlib.sha256(f"{self._digest(task, split)} {labels}".encode()).hexdigest()
         return digests
 
     def _digest(self, task: Task, split: str) -> str:
         if (task.name, split) not in self._digests:
-            dataset, digest = getattr(task, split), ""
-            if self.args.process_index == 0:
-                digest = digest_images(dataset, self.stream.image_column)
-            (self._digests[task.name, split],) = broadcast_object_list([digest])
+            images, is_first = getattr(task, split), self.args.process_index == 0
+            digest = [digest_images(images, self.stream.image_column) if is_first else ""]
+            (self._digests[task.name, split],) = broadcast_object_list(digest)
         return self._digests[task.name, split]
 
     def _extract(self, task: Task, split: str, view: int | None = None) -> FeatureDataset:

@@ -84,9 +84,8 @@ class PublishingTrainer(Trainer):
         if self.is_world_process_zero():
             name = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             path = Path(self.args.output_dir) / CARD_NAME
-            card = make_card(self.tuner, name, facts, expert=self.expert)
             with explain_write_errors(path), atomic_write(path) as temporary:
-                temporary.write_text(card, encoding="utf-8")
+                temporary.write_text(make_card(self.tuner, name, facts, expert=self.expert), encoding="utf-8")
 
 
 def _card_facts(*args: Any, base_model: Any = None, datasets: Any = None, **kwargs: Any) -> dict[str, Any]:

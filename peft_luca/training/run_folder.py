@@ -19,19 +19,20 @@ from filelock import FileLock
 from peft import PeftModel
 from peft.utils import CONFIG_NAME
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import has_length
 
 from ..data.task_stream import Task, TaskStream
 from ..hub.model_card import CARD_NAME
 from ..hub.publishing import RESULTS_NAME
 from ..hub.saving import save_experts
-from ..hub.validation import MANIFEST_NAME
+from ..hub.validation import MANIFEST_NAME, read_manifest
 from ..tuner.config import LucaConfig
 from ..tuner.model import tuner_of
-from ..utils import LOCK_NAME, atomic_write, explain_write_errors, hold_lock, pluralize, write_json
+from ..utils import LOCK_NAME, NAME_RULE, atomic_write, explain_write_errors, hold_lock, pluralize, write_json
 from .arguments import CONFIG_RECIPES, RECIPES, ContinualTrainingArguments
 from .metrics import Record
 
+
+Digests = Callable[[Task], dict[str, str]]  # of a task's train and test images
 
 RESULTS_FORMAT = 1
 JOURNAL_NAME = ".journal.json"
@@ -114,7 +115,7 @@ class RunFolder:
 
     def experts(self) -> list[str]:
         """The experts in the folder, in their order."""
-        return [expert["name"] for expert in self._read(MANIFEST_NAME).get("experts", [])]
+        return read_manifest(self.path).names if (self.path / MANIFEST_NAME).is_file() else []
 
     def pending(self) -> str | None:
         """The expert of a change that is not done: after [`~RunFolder.recover`] the others are to be measured."""
@@ -124,7 +125,7 @@ class RunFolder:
         self,
         settings: dict[str, Any],
         stream: TaskStream,
-        digests: Callable[[Task], dict[str, str]],
+        digests: Digests,
         known: Sequence[Record] = (),
         refuse: bool = False,
     ) -> list[Record]:
@@ -168,21 +169,16 @@ class RunFolder:
             raise ValueError(f"{path} cannot be read: {error}. Choose another output_dir.") from error
 
     def _records(self, results: dict[str, Any]) -> list[Record]:
-        path = self.path / RESULTS_NAME
-        try:
-            records, form, _ = list(results["tasks"]), int(results["format"]), results["settings"]
-            missing = sorted(key for record in records for key in RECORD_KEYS - set(record))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} does not hold the results of a run: {error!r}. Choose another output_dir."
-            ) from error
-        if form > RESULTS_FORMAT:
-            found = f"has the format {form} of a later version of peft_luca, and this one reads {RESULTS_FORMAT}"
+        path, records = self.path / RESULTS_NAME, results.get("tasks")
+        if results.get("format", 0) > RESULTS_FORMAT:
+            found = f"has the format {results['format']} of a later version"
             raise ValueError(f"{path} {found}. Update peft_luca, or choose another output_dir.")
+        missing = {"tasks", "settings"} - set(results)
+        missing = missing or {key for record in records or () for key in RECORD_KEYS - set(record)}
         if missing:
-            found = f"does not hold the results of a run: a task has no {missing[0]!r}"
+            found = f"does not hold the results of a run: there is no {min(missing)!r}"
             raise ValueError(f"{path} {found}. Choose another output_dir.")
-        return records
+        return list(records or ())
 
     def _check_owner(self, learned: set[str], stream: TaskStream) -> None:
         """Refuses to overwrite experts that no run has learned here."""
@@ -192,31 +188,22 @@ class RunFolder:
                 found = "is of experts that were not learned in this folder, and would be overwritten"
                 raise ValueError(f"{path} {found}. Choose another output_dir.")
 
-    def _check_stream(
-        self, records: list[Record], stream: TaskStream, digests: Callable[[Task], dict[str, str]]
-    ) -> None:
+    def _check_stream(self, records: list[Record], stream: TaskStream, digests: Digests) -> None:
         tasks = {task.name: task for task in stream}
         for record in records:
+            name, task, found = record["name"], tasks.get(record["name"]), ""
+            then = [record[key] for key in ("classes", "train_images", "test_images")]
             if record.get("deleted"):  # its images may be gone as well
                 continue
-            task = tasks.get(record["name"])
             if task is None:
-                raise ValueError(
-                    f"{self.path} holds a run of another stream: its task {record['name']!r} is not among "
-                    f"{', '.join(map(repr, tasks))}. Append its dataset to the stream, or choose another output_dir."
-                )
-            images = [len(task.train) if has_length(task.train) else None, 0 if task.test is None else len(task.test)]
-            now = [task.name, list(task.classes), *images]
-            then = [record[key] for key in ("name", "classes", "train_images", "test_images")]
-            if now != then:
-                raise ValueError(
-                    f"{self.path} holds a run of another stream: its task {then[0]!r} has {then[2]} train images of "
-                    f"{then[1]}, here {now[0]!r} has {now[2]} of {now[1]}. Choose another output_dir."
-                )
-            for split, digest in digests(task).items() if "images" in record else ():
-                if record["images"].get(split) != digest:
-                    found = f"the {split} images of its task {task.name!r} are other ones, or labeled otherwise"
-                    raise ValueError(f"{self.path} holds a run of another stream: {found}. Choose another output_dir.")
+                found = f"its task {name!r} is not among {', '.join(map(repr, tasks))}"
+            elif (now := [list(task.classes), len(task.train), len(task.test or ())]) != then:
+                found = f"its task {name!r} has {then[1]} train images of {then[0]}, here it has {now[1]} of {now[0]}"
+            elif "images" in record and record["images"] != digests(task):
+                found = f"the images of its task {name!r} are other ones, or are split or labeled otherwise"
+            if found:
+                remedy = "Give the stream of that run, with tasks that were added to it, or choose another output_dir"
+                raise ValueError(f"{self.path} holds a run of another stream: {found}. {remedy}.")
 
     # ---- changes -------------------------------------------------------------------------------------------------
 
@@ -245,9 +232,7 @@ class RunFolder:
                 there, here = self._read(RESULTS_NAME).get("tasks", []), (results or {}).get("tasks", [])
                 is_back = any(a.get("deleted") and not b.get("deleted") for a, b in zip(there, here, strict=False))
                 if is_back or _identities(here)[: len(there)] != _identities(there):
-                    raise ValueError(
-                        f"{self.path} holds another run, or what it has become. Save into another folder."
-                    )
+                    raise ValueError(f"{self.path} holds another run, or what became of it. Save into another folder.")
                 save_experts(model, self.path)
                 processing_class.save_pretrained(self.path)
                 if results is not None:
@@ -272,7 +257,8 @@ class RunFolder:
         change, results = self._read(JOURNAL_NAME), self._read(RESULTS_NAME)
         if not change:
             return
-        name, names = change["expert"], change.get("experts", [change["expert"]])
+        name = change["expert"]
+        names = [n for n in change.get("experts", [name]) if NAME_RULE.fullmatch(n)]  # a folder may come from others
         live = {record["name"]: record for record in results.get("tasks", []) if not record.get("deleted")}
         if change["change"] == "delete":
             if record := live.pop(name, None):
@@ -333,18 +319,16 @@ def changed_settings(saved: dict[str, Any], settings: dict[str, Any]) -> Iterato
     recipe = saved.get("recipe", "own")
     free = {*FREE_SETTINGS, "luca_config", "processor"}
     free |= set(PARTS_OF_A_BATCH if "images_per_step" in saved else ["images_per_step"])
-    groups = {
-        "": (saved, settings, _defaults(ContinualTrainingArguments) | RECIPES.get(recipe, {})),
-        "luca_config.": (
-            saved.get("luca_config"),
-            settings["luca_config"],
-            _defaults(LucaConfig) | CONFIG_RECIPES.get(recipe, {}),
-        ),
-        "processor.": (saved.get("processor"), settings["processor"], settings["processor"]),
+    defaults = {
+        "": _defaults(ContinualTrainingArguments) | RECIPES.get(recipe, {}),
+        "luca_config": _defaults(LucaConfig) | CONFIG_RECIPES.get(recipe, {}),
+        "processor": settings["processor"],
     }
-    for prefix, (there, here, defaults) in groups.items():
+    for group, of_group in defaults.items():
+        there, here = ((values.get(group) or {}) if group else values for values in (saved, settings))
+        prefix = f"{group}." if group else ""
         for name, now in here.items():
-            then = (there or {}).get(name, defaults.get(name))
+            then = there.get(name, of_group.get(name))
             then = then.value if isinstance(then, Enum) else then
             if prefix + name not in free and _plain(then) != _plain(now):
                 yield prefix + name, then, now
