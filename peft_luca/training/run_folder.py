@@ -282,7 +282,7 @@ class RunFolder:
         """Removes the plots, and what else was made of the run and names an expert or a class that is to go."""
         for path in (self.path / CARD_NAME, self.path / TRAINER_STATE_NAME, *(self.path / PLOTS_NAME).glob("*.png")):
             text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-            if path.suffix == ".png" or any(name in text for name in names):
+            if path.suffix == ".png" or any(name in text.replace("\\", "") for name in names):  # Markdown escapes '_'
                 path.unlink()
 
     def _remove_leftovers(self, names: set[str]) -> None:

@@ -339,7 +339,6 @@ def test_a_deleted_task_is_in_no_file_of_the_folder(out, cache):
     trainer.train()
     trainer.save_state()
     trainer.create_model_card()
-    (out / "README.md").write_text((out / "README.md").read_text() + NAMES[2])
     assert (out / "task_1" / "checkpoint-2" / "optimizer.pt").is_file()
     assert (out / "plots" / "accuracy_matrix.png").is_file()
     trainer.delete_adapter("task_1")
@@ -351,6 +350,11 @@ def test_a_deleted_task_is_in_no_file_of_the_folder(out, cache):
     assert read_json(out / "results.json")["classes"] == [*NAMES[:2], *NAMES[4:]]
     trainer.train()
     assert "plots/accuracy_matrix.png" in files_in(out)
+    trainer.create_model_card()
+    card = (out / "README.md").read_text(encoding="utf-8").replace("\\", "")
+    rows = [line.split(" | ")[0] for line in card.splitlines() if line.startswith("| task_")]
+    assert rows == ["| task_0", "| task_2"] * 2  # experts, and their figures
+    assert not any(name in card for name in ("task_1", *NAMES[2:4]))
 
 
 def test_an_expert_that_was_deleted_from_the_model_is_deleted_in_the_folder(copy, cache):
