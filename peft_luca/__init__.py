@@ -13,10 +13,10 @@ from .training.arguments import ContinualTrainingArguments
 from .training.continual_trainer import ContinualTrainer
 from .training.expert_trainer import ExpertTrainer
 from .training.metrics import ContinualAccuracy
-from .tuner.backbone import draw_reference_pictures
 from .tuner.config import LucaConfig
 from .tuner.layer import LucaLayer
 from .tuner.model import LucaModel
+from .tuner.reference import draw_reference_pictures
 from .utils import InvalidExpertError
 
 

@@ -37,6 +37,8 @@ def out(tmp_path):
 def _move_cache(patch, folder):
     patch.setattr("datasets.config.HF_DATASETS_CACHE", str(folder))
     patch.setenv("HF_DATASETS_CACHE", str(folder))
+    patch.setattr("peft_luca.tuner.reference.REFERENCES", folder / "peft_luca" / "references")
+    patch.setenv("HF_HOME", str(folder))  # of processes that a test starts
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -135,6 +135,9 @@ def fill(model, seed=0):
         for name, tensor in sorted(model.state_dict().items()):
             if "luca_reference_std" in name:
                 tensor.uniform_(0.5, 2.0, generator=generator)
+            elif "luca_whitening" in name:
+                tensor.normal_(0.0, 0.05, generator=generator)
+                tensor.copy_(tensor.half())  # which its file holds
             elif "luca_scale" in name:
                 tensor.uniform_(5.0, 15.0, generator=generator)
             elif "luca_" in name:
@@ -279,6 +282,8 @@ def exact_luca(model, name, z):
     z = z.double()
     if config.reference:
         z = (z - tensors["reference_mean"]) / tensors["reference_std"]
+    if config.whitening:
+        z = z - z @ tensors["whitening"] @ tensors["whitening"].T
 
     def norm(x):
         centred = x - x.mean(dim=1, keepdim=True)

@@ -199,7 +199,7 @@ def test_6_one_pass_per_image_in_training(out):
     count = ForwardCount(model)
     trainer = make_trainer(out, model=model, num_train_epochs=7)
     trainer.train()
-    reference = 192  # pictures, once
+    reference = 768  # pictures, once
     images = sum(len(task.train) + len(task.test) for task in trainer.stream) + reference
     assert count.images == images
     trainer.evaluate()

@@ -41,7 +41,6 @@ RULES: dict[str, tuple[float, ...]] = {
 }
 POWERS = {"fourth root of images": 0.25, "root of images": 0.5, "images": 1.0}
 TEMPERATURES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20)
-LETTERS = {"train": 300, "test": 2}  # images of a letter; `measure` reads no test image, a stream needs some
 
 
 @dataclass
@@ -152,14 +151,16 @@ def may_be_chosen(row: dict[str, Any]) -> bool:
     return float(shrinkage(row["rule"], row["constant"], torch.tensor([999.0]))) >= 0.5
 
 
-def write_letters(folder: Path) -> None:
+def write_letters(folder: Path, train: int, test: int) -> None:
     """Hebrew and Georgian, which `make_backbone.py` keeps out of its training, drawn and distorted as there."""
     sys.path.insert(0, str(HERE.parent / "assets"))
     from make_backbone import HELD_OUT_ALPHABETS, augment, render
 
     generator = torch.Generator().manual_seed(0)
     glyphs = render(HELD_OUT_ALPHABETS, 0)
-    splits = [split for split, count in LETTERS.items() for _ in range(count)]
+    # `augment` treats the first images of a batch otherwise than the last.
+    places = torch.randperm(train + test, generator=torch.Generator().manual_seed(1)).tolist()
+    splits = ["train" if place < train else "test" for place in places]
     for k in glyphs.labels.unique().tolist():
         images = glyphs.images[glyphs.labels == k]
         pixels = augment(images[torch.randint(len(images), (len(splits),), generator=generator)], generator)
@@ -180,7 +181,12 @@ def parse_arguments(given: list[str]) -> Any:
     chooser = commands.add_parser("choose")
     chooser.add_argument("files", nargs="+", type=Path)
     chooser.add_argument("--output", default="strengths_choice.json")
-    commands.add_parser("letters").add_argument("folder", type=Path)
+    letters = commands.add_parser("letters")
+    letters.add_argument("folder", type=Path)
+    letters.add_argument("--train", type=int, default=300, help="images of a letter to train on")
+    letters.add_argument(
+        "--test", type=int, default=2, help="and to test; `measure` reads none, but a stream needs some"
+    )
     return parser.parse_args(given)
 
 
@@ -190,7 +196,7 @@ def main() -> None:
     if isinstance(args, MeasureArguments):
         measure(args)
     elif args.command == "letters":
-        write_letters(args.folder)
+        write_letters(args.folder, args.train, args.test)
     else:
         ranked = choose([json.loads(path.read_text(encoding="utf-8")) for path in args.files])
         write_results(args.output, chosen=next(row for row in ranked if may_be_chosen(row)), ranked=ranked)

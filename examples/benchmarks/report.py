@@ -73,8 +73,8 @@ IN_SUMMARY = {
     "joint_probe": "*joint probe*",
 }
 # Routers that there are, with the names that results files of earlier versions have for them.
-ROUTERS = {"entropy": "entropy", "energy": "energy", "prototype": "lda", "lda": "lda", "gaussian": "gaussian"}
-ROUTERS |= {"ridge": "ridge"}
+ROUTERS = {name: name for name in ("entropy", "energy", "nearest", "lda", "gaussian", "auto", "ridge")}
+ROUTERS |= {"prototype": "lda"}
 ROUTING_SETS = {"digits": "digits, 5 tasks", "emoji_14": "emoji, 14 tasks", "emoji_29": "emoji, 29 tasks"}
 DETAILED = "emoji_14x4"  # the stream whose costs are shown
 SHARE = "share of the backbone's time, median"

@@ -24,7 +24,7 @@ from peft_luca.routing.discriminants import RegularizedDiscriminant
 from peft_luca.routing.statistics import ClassStatistics
 
 
-ROUTERS = "entropy", "energy", "lda", "gaussian", "ridge"
+ROUTERS = "entropy", "energy", "nearest", "lda", "gaussian", "auto", "ridge"
 RELEASED_BATCH = 48
 RANPAC_SEEDS = 3
 
@@ -51,10 +51,9 @@ def calibration_error(confidence: Tensor, right: Tensor, bins: int = 10) -> floa
 
 def measure_routers(seed: int, bench: Bench, random_features: int) -> dict[str, dict[str, float]]:
     """Learn a stream, and measure every router after every task."""
-    training = {"statistics_random_features": random_features}
     stream = bench.stream(seed)
     ids, tasks = stream.classes, list(stream)
-    learner = type("AllRouters", (LucaGaussian,), {"training": training})(bench, stream, ids, seed)
+    learner = LucaGaussian(bench, stream, ids, seed)
     stages: dict[str, list[float]] = {router: [] for router in ROUTERS}
     figures: dict[str, dict[str, float]] = {router: {} for router in ROUTERS}
     for stage, task in enumerate(tasks, start=1):
@@ -65,18 +64,28 @@ def measure_routers(seed: int, bench: Bench, random_features: int) -> dict[str, 
         for router in ROUTERS:
             if router == "ridge" and not half and stage < len(tasks):
                 continue  # an eigendecomposition of its Gram matrix at every stage takes minutes
+            if router == "ridge":  # the others are measured with the statistics that an expert has by default
+                kept = dict(model.statistics)
+                for name, own in model.experts.items():
+                    part = bench.select("train", own, own)
+                    x = bench.unit(part.features)
+                    statistics = ClassStatistics.collect(x, part.labels, own, random_features=random_features)
+                    model.base_model.layer.set_statistics(name, statistics)
             output, found = learner.route(test, router), figures[router]
             stages[router].append(accuracy(output.logits, test.labels))
             if stage == len(tasks):
                 found["routing_accuracy"] = float((output.expert == owner[test.labels]).double().mean())
                 right = output.logits.argmax(1) == test.labels
                 found["calibration_error"] = calibration_error(output.confidence, right)
+                found["known_images_refused"] = float(output.unknown.double().mean())
             if half and stage < len(tasks):
                 rest = tuple(name for name in ids if name not in classes)
                 strange = learner.route(bench.select("test", rest, rest), router)
                 known = torch.cat([torch.ones(len(test)), torch.zeros(len(strange.expert))])
-                confidence = torch.cat([output.confidence, strange.confidence])
-                found["unknown_auroc"] = float(roc_auc_score(known, confidence))
+                found["unknown_auroc"] = float(roc_auc_score(known, torch.cat([output.known, strange.known])))
+            if router == "ridge":
+                for name, statistics in kept.items():
+                    model.base_model.layer.set_statistics(name, statistics)
         model.set_router("entropy")
     known = [(learner.predict_known(part, t), part) for t, task in enumerate(tasks)
              if (part := bench.part(task, "test", ids)) is not None]  # fmt: skip

@@ -41,8 +41,8 @@ EXPERT_FIGURES = {
     "accuracy": "Accuracy over the classes of all experts, routed",
 }
 CONFIG_SETTINGS = (
-    "arrangement norm_position reduction adapter_width calibrator_width reference background white_level".split()
-)
+    "arrangement norm_position reduction adapter_width calibrator_width reference whitening background white_level"
+).split()
 PACKAGES = ("peft", "transformers", "torch", "datasets", "huggingface_hub")
 
 
@@ -164,6 +164,10 @@ def _expert_row(tuner: LucaModel, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "classes": f"{len(classes)}: {shown}",
-        "parameters": sum(tensor.numel() for key, tensor in layer.tensors(name).items() if "reference" not in key),
+        "parameters": sum(
+            tensor.numel()
+            for key, tensor in layer.tensors(name).items()
+            if key.partition(".")[0] in layer.adapter_layer_names
+        ),
         "sparsity": float((weights.abs() < SPARSITY_THRESHOLD).float().mean()),
     }

@@ -24,10 +24,12 @@ from peft import PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from ..routing import Router, make_router
 from ..routing.statistics import ClassStatistics
-from ..tuner.backbone import check_backbone
+from ..routing.statistics_routers import AutoRouter
+from ..tuner.backbone import check_backbone, warn_of_processor
 from ..tuner.experts import NewExpert
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import LucaExperts, LucaLayer, find_layer
@@ -61,6 +63,7 @@ from .validation import (
 EXPERT_FILES = (STATISTICS_NAME, SAFETENSORS_WEIGHTS_NAME, CONFIG_NAME)
 Source = str | os.PathLike[str]
 MAX_DOWNLOAD_BYTES = 2**34  # of one repository
+logger = logging.get_logger(__name__)
 
 
 def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: bool = True) -> None:
@@ -156,6 +159,7 @@ def load_experts(
     rename: Mapping[str, Mapping[str, str]] | None = None,
     allow_mismatch: bool = False,
     statistics: bool = True,
+    processing_class: Any = None,
 ) -> PeftModel:
     """
     Composes experts, of one owner or of several, into one classifier, without training. All files are read and checked
@@ -174,9 +178,13 @@ def load_experts(
         allow_mismatch (`bool`, *optional*, defaults to `False`): Load experts of another backbone too.
         statistics (`bool`, *optional*, defaults to `True`):
             Load their statistics too, which routers such as `"gaussian"` need.
+        processing_class (`BaseImageProcessor`, *optional*):
+            The image processor in use. A warning names what differs from that of the experts' training images; without
+            it, they are compared with one another.
 
     Returns:
-        [`~peft.PeftModel`]: With the router of the collection when there was one source and it has one.
+        [`~peft.PeftModel`]: With the router of the collection when there was one source; otherwise with the one that
+        the model has, or `"auto"` if it has none and several experts.
 
     Raises:
         InvalidExpertError: a source is not an expert, or its files are not sound.
@@ -197,7 +205,16 @@ def load_experts(
         folders += [(expert, folder / expert) for expert in manifest.names]
     if not folders:
         raise ValueError("there are no experts to load: the list is empty.")
-    return _load(model, folders, manifest if len(named) == 1 else None, rename or {}, allow_mismatch, statistics)
+    one = manifest if len(named) == 1 else None
+    loaded = _load(model, folders, one, rename or {}, allow_mismatch, statistics, processing_class)
+    tuner = tuner_of(loaded)
+    if one is None and tuner.router is None and len(tuner.experts) > 1:
+        tuner.layer.router = router = AutoRouter()  # prepared when it is used, since another may be set before
+        tuner.sync_labels()
+        experts = tuner.layer.experts
+        say = logger.info if router.used(experts).needs_statistics else logger.warning
+        say(f"The router of {len(experts.names)} experts is {router.describe(experts)}.")
+    return loaded
 
 
 def load_expert(
@@ -210,6 +227,7 @@ def load_expert(
     rename: Mapping[str, str] | None = None,
     allow_mismatch: bool = False,
     statistics: bool = True,
+    processing_class: Any = None,
 ) -> PeftModel:
     """
     Adds one expert to a backbone, or to a model that has experts already, as [`load_experts`] does.
@@ -220,7 +238,7 @@ def load_expert(
             What the expert is called in the model, by default the last part of its id. Of a collection: which of its
             experts; no other is downloaded, and the collection's router is not set.
         rename (`dict`, *optional*): Other names for classes, `{class: name}`.
-        model, revision, token, allow_mismatch, statistics: See [`load_experts`].
+        model, revision, token, allow_mismatch, statistics, processing_class: See [`load_experts`].
     """
     folder = _local(source, revision, token, name or "", statistics)
     if (folder / MANIFEST_NAME).is_file():
@@ -229,7 +247,8 @@ def load_expert(
             raise ValueError(f"{source} is a collection of {list_names(names)}. Name one of them, got {name!r}.")
         folder = folder / str(name)
     name = name or _name_after(source, model)
-    return _load(model, [(name, folder)], None, {name: rename} if rename else {}, allow_mismatch, statistics)
+    renamed = {name: rename} if rename else {}
+    return _load(model, [(name, folder)], None, renamed, allow_mismatch, statistics, processing_class)
 
 
 def _local(source: Source, revision: str | None, token: str | bool | None, name: str | None, statistics: bool) -> Path:
@@ -300,6 +319,7 @@ def _load(
     rename: Mapping[str, Mapping[str, str]],
     allow_mismatch: bool,
     statistics: bool,
+    processing_class: Any,
 ) -> PeftModel:
     """Reads and checks everything, then adds the experts to the model."""
     tuner = tuner_of(model) if isinstance(model, PeftModel) else None
@@ -319,6 +339,8 @@ def _load(
     known, remedy = tuner.classes if tuner else (), ". If they are one class, give it one name with rename=."
     warn_about_spellings(preview.label_space.classes, known, remedy, stacklevel=4)
     router = _prepare_router(manifest, tuner.router if tuner else None, preview)
+    configs = dict(layer.configs, **{name: expert.config for name, expert in experts.items()})
+    warn_of_processor(configs, processing_class)
 
     # From here on nothing is refused.
     for name, expert in experts.items():

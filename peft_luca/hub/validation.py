@@ -16,6 +16,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ..routing.evidence import EDGES, WEIGHTS
 from ..routing.statistics import ClassStatistics
 from ..tuner.config import LucaConfig
 from ..tuner.experts import ExpertStore
@@ -61,6 +62,8 @@ def read_config(folder: Path) -> LucaConfig:
     if not re.fullmatch("[0-9a-f]{64}", values.get("fingerprint") or "0" * 64):
         raise InvalidExpertError(f"{path}: fingerprint must be a SHA-256 digest, got {show(values['fingerprint'])}.")
     try:
+        # What an older version has saved does not say whether it whitens, and it does not.
+        values["whitening"] = values.get("whitening") or False
         return LucaConfig(**{key: value for key, value in values.items() if key != "peft_type"})
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidExpertError(f"{path}: {error}") from error
@@ -122,6 +125,8 @@ def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dic
             raise InvalidExpertError(f"{path}: {name} holds numbers that are not finite, or above {MAX_NUMBER:g}.")
         if name.endswith("luca_reference_std") and not (tensor >= MIN_DEVIATION).all():
             raise InvalidExpertError(f"{path}: {name} holds deviations below {MIN_DEVIATION:g}.")
+        if name.endswith("luca_whitening") and not (tensor.abs() <= 1).all():
+            raise InvalidExpertError(f"{path}: {name} holds numbers above 1, which no direction has.")
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
@@ -164,10 +169,15 @@ def _statistics_specs(found: Header, metadata: Mapping[str, str]) -> Specs:
         "remainder": (("F32",), (k, d)),
         "errors": (("F64",), (k,)),
     }
-    if "gram" in found or "random_sums" in found:
+    if "gram_factor" in found:
+        rank, m = size("gram_factor", 0), size("gram_factor", 1)
+        specs |= {"gram_factor": (("F16",), (rank, m)), "gram_remainder": (("F32",), (m,))}
+        specs |= {"random_sums": (("F64",), (k, m))}
+    elif "gram" in found or "random_sums" in found:
         m = size("gram", 0)
         specs |= {"gram": (("F32",), (m, m)), "random_sums": (("F64",), (k, m))}
-    return specs
+    evidence = {"distances": (("F64",), (len(EDGES) + 1,)), "losses": (("F64",), (len(WEIGHTS), 2))}
+    return specs | {name: spec for name, spec in evidence.items() if name in found}
 
 
 def _check_statistics(tensors: Mapping[str, Tensor]) -> None:
@@ -192,11 +202,18 @@ def _check_statistics(tensors: Mapping[str, Tensor]) -> None:
     lengths = torch.linalg.vector_norm(tensors["factors"], dim=1).double()
     spread = remainder.double().sum(dim=1).index_add_(0, torch.repeat_interleave(rows), lengths.square())
     require(spread <= counts * (1 + TOLERANCE), "factors and remainder spread wider than features of length 1 can")
-    if "gram" in tensors:
+    for name in {"distances", "losses"} & set(tensors):
+        require(tensors[name] >= 0, f"{name} must not be below 0")
+    if "distances" in tensors:
+        require(tensors["distances"].sum() <= counts.sum(), "distances must be of no more images than there are")
+    if "random_sums" in tensors:
         # A random feature is at most as large as its direction, whose square has d degrees of freedom.
         square, images, sums = 10.0 * d + 100.0, float(counts.sum()), tensors["random_sums"]
         possible = (sums >= 0) & (sums <= counts[:, None] * square**0.5)
-        require(tensors["gram"].abs() <= images * square, f"gram must be that of {images:.0f} images, and is larger")
+        if (gram := tensors.get("gram")) is None:
+            gram = tensors["gram_factor"].double().square().sum(dim=0) + tensors["gram_remainder"]
+            require(tensors["gram_remainder"] >= 0, "gram_remainder must not be below 0")
+        require(gram.abs() <= images * square, f"gram must be that of {images:.0f} images, and is larger")
         require(possible, "random_sums must be from 0 to what the classes' images can sum up to")
 
 

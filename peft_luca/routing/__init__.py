@@ -10,14 +10,16 @@ from torch import Tensor
 from ..utils import list_names
 from .label_space import LabelSpace
 from .router import Experts, Router, RouterOptions, RoutingOutput
-from .score_routers import EnergyRouter, EntropyRouter, FunctionRouter, OracleRouter, ScoreRouter
-from .statistics_routers import GaussianRouter, LdaRouter, RidgeRouter, StatisticsRouter
+from .score_routers import EnergyRouter, EntropyRouter, FunctionRouter, NearestRouter, OracleRouter, ScoreRouter
+from .statistics_routers import AutoRouter, GaussianRouter, LdaRouter, RidgeRouter, StatisticsRouter
 
 
 # The routers that a name stands for. A new router is added here.
 ROUTERS: dict[str, type[Router]] = {
+    "auto": AutoRouter,
     "entropy": EntropyRouter,
     "energy": EnergyRouter,
+    "nearest": NearestRouter,
     "lda": LdaRouter,
     "gaussian": GaussianRouter,
     "ridge": RidgeRouter,

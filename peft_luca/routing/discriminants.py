@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from .statistics import ClassStatistics, random_directions
 BUDGET = 2**24
 # With larger coefficients, scores could overflow in float32.
 MAX_COEFFICIENT = 1e30
+Kind = TypeVar("Kind", bound="Discriminant")
 
 
 class Discriminant(nn.Module):
@@ -25,7 +26,7 @@ class Discriminant(nn.Module):
     temperature: float  # divides the scores before the softmax
 
     @classmethod
-    def make(cls, statistics: ClassStatistics, **options: Any) -> Discriminant:
+    def make(cls: type[Kind], statistics: ClassStatistics, **options: Any) -> Kind:
         """Makes a classifier, and raises an `InvalidExpertError` if the statistics cannot be those of images."""
         try:
             made = cls(statistics, **options)
@@ -43,35 +44,17 @@ class Discriminant(nn.Module):
         """Unit features `(batch, d)` → log-likelihoods up to a constant, `(batch, C)`."""
         raise NotImplementedError
 
+    def posterior(self, scores: Tensor) -> Tensor:
+        """Scores → log-probability of each class, both `(batch, C)`."""
+        return torch.log_softmax(scores / self.temperature, dim=-1)
+
     def log_posterior(self, x: Tensor) -> Tensor:
         """Unit features `(batch, d)` → log-probability of each class, `(batch, C)`."""
-        return torch.log_softmax(self.scores(x) / self.temperature, dim=-1)
+        return self.posterior(self.scores(x))
 
-    def log_known(self, x: Tensor) -> Tensor:
-        """Unit features `(batch, d)` → log-probability of any of the classes, `(batch,)`; 0 if it is not estimated."""
-        return x.new_zeros(x.shape[0])
-
-
-class Background(nn.Module):
-    """
-    One Gaussian of all training features, which stands for images of no class: an image is known as far as a class
-    explains it better than the background does (relative Mahalanobis distance, https://arxiv.org/abs/2106.09022).
-    """
-
-    def __init__(self, statistics: ClassStatistics, within: Tensor, volume: Tensor) -> None:
-        super().__init__()
-        counts, images = statistics.counts, float(statistics.counts.sum())
-        mean = (counts[:, None] * statistics.means).sum(dim=0) / images
-        apart = counts.sqrt()[:, None] * (statistics.means - mean)
-        total = (within * max(images - len(counts), 1.0) + apart.T @ apart) / max(images - 1, 1.0)
-        total = _shrink(total, _ledoit_wolf(total, images - 1))
-        self.mean, self.precision = nn.Buffer(mean.float()), nn.Buffer(torch.linalg.inv(total).float())
-        # The log-density lacks the constant that the classes lack, too.
-        self.constant = -0.5 * float(torch.logdet(total) - volume)
-
-    def scores(self, x: Tensor) -> Tensor:
-        centred = x - self.mean.to(x)
-        return -0.5 * (centred @ self.precision.to(x) * centred).sum(dim=-1) + self.constant
+    def answer(self, x: Tensor, gaussian: RegularizedDiscriminant) -> tuple[Tensor, Tensor]:
+        """As `log_posterior`, and the scores of Gaussians, which may be its own."""
+        return self.log_posterior(x), gaussian.scores(x)
 
 
 class LinearDiscriminant(Discriminant):
@@ -94,23 +77,15 @@ class LinearDiscriminant(Discriminant):
     ) -> None:
         super().__init__()
         covariance, freedom = statistics.within
-        self.shrinkage = _ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
+        self.shrinkage = ledoit_wolf(covariance, freedom) if shrinkage is None else shrinkage
         self.temperature = math.sqrt(len(covariance)) / 3 if temperature is None else temperature
-        shrunk = _shrink(covariance, self.shrinkage)
-        self.background = Background(statistics, covariance, torch.logdet(shrunk))
+        shrunk = shrink(covariance, self.shrinkage)
         means = statistics.means if means is None else means
         weights = torch.linalg.solve(shrunk, means.T).T  # (C, d)
         self.weights, self.bias = nn.Buffer(weights.float()), nn.Buffer((-0.5 * (weights * means).sum(dim=1)).float())
-        self.precision = nn.Buffer(torch.linalg.inv(shrunk).float())
 
     def scores(self, x: Tensor) -> Tensor:
         return torch.addmm(self.bias.to(x), x, self.weights.to(x).T)
-
-    def log_known(self, x: Tensor) -> Tensor:
-        # All classes share this term: it cancels among them, but not against the background.
-        common = -0.5 * (x @ self.precision.to(x) * x).sum(dim=-1)
-        best = torch.logsumexp((self.scores(x) + common[:, None]) / self.temperature, dim=-1)
-        return best - torch.logaddexp(best, self.background.scores(x) / self.temperature)
 
 
 class RegularizedDiscriminant(Discriminant):
@@ -126,9 +101,7 @@ class RegularizedDiscriminant(Discriminant):
         shrinkage (`float`, *optional*): α of every class, 0 to 1.
         sphere (`float`, *optional*): γ, 0 to 1.
         volume (`float`, *optional*, defaults to `0.0`): β, the weight of the classes' log-volumes; 1 in the density.
-        temperature (`float`, *optional*):
-            Divides the scores; 0.44·√d by default. If given, it also serves the [`LinearDiscriminant`] that judges
-            whether an image is known.
+        temperature (`float`, *optional*): Divides the scores; 0.44·√d by default.
     """
 
     def __init__(
@@ -146,19 +119,18 @@ class RegularizedDiscriminant(Discriminant):
         alphas = 1 / (1 + 0.13 * (counts - 1) ** 0.25) if shrinkage is None else torch.full_like(counts, shrinkage)
         sphere = sphere_strength(counts, alphas, covariance, pooled_freedom) if sphere is None else sphere
         self.sphere = sphere
-        # The classes' own covariances differ in volume, so that the pooled one judges what is known.
-        self.pooled = LinearDiscriminant(statistics, temperature=temperature)
         values, basis = torch.linalg.eigh(covariance)
         values, self.basis = values.clamp(min=0), nn.Buffer(basis.float())
         means = statistics.means @ basis  # (C, d). All that follows is in the basis of P.
         inverse, rows, offsets = torch.empty_like(means), [], []
-        volumes = torch.empty(len(means), dtype=torch.float64)
+        volumes, spans, leverages = torch.empty(3, len(means), dtype=torch.float64)
         for k, factor in enumerate(statistics.factors):
             freedom = float(counts[k]) - 1
             own = 0.0 if freedom == 0 else 1 - float(alphas[k])  # a single image has no covariance
             factor = factor if len(factor) else factor.new_zeros(1, d)
             # Most of the time is spent here: in float32, as the factors are.
-            turned = (factor @ self.basis).double() * math.sqrt(own / max(freedom, 1))  # (r, d)
+            factor = (factor @ self.basis).double()
+            turned = factor * math.sqrt(own / max(freedom, 1))  # (r, d)
             # The mean of the diagonal that a low rank leaves out, so that one basis serves all classes.
             left = float(statistics.remainder[k].sum()) / d * own / max(freedom, 1)
             mean_variance = float(turned.square().sum()) / d + left + (1 - own) * float(values.mean())
@@ -171,6 +143,10 @@ class RegularizedDiscriminant(Discriminant):
             reduced = torch.linalg.solve_triangular(lower, scaled, upper=False)
             inverse[k] = 1 / diagonal
             volumes[k] = diagonal.log().sum() + 2 * lower.diagonal().log().sum()
+            # The squared distances of the class's images from its mean, added up: the trace of Σ_k⁻¹ · scatter.
+            spans[k] = (factor.square() / diagonal).sum() - (factor @ reduced.T).square().sum()
+            spans[k] += statistics.remainder[k].double().mean() * ((1 / diagonal).sum() - reduced.square().sum())
+            leverages[k] = (1 - sphere) * (own / max(freedom, 1) + (1 - own) / max(pooled_freedom, 1))
             rows.append(reduced.float())
             offsets.append((reduced @ means[k]).float())
         # Classes with equally many rows lie side by side, so that one reshape and sum serves them all.
@@ -181,6 +157,39 @@ class RegularizedDiscriminant(Discriminant):
         self.offsets = nn.Buffer(torch.cat([offsets[k] for k in order]))
         self.inverse, self.linear = nn.Buffer(inverse.float()), nn.Buffer((means * inverse).float())
         self.constant = nn.Buffer((-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float())
+        self.volumes = nn.Buffer((volume * volumes).float())
+        self._set_typical_distances(counts, spans, leverages)
+
+    def _set_typical_distances(self, counts: Tensor, spans: Tensor, leverages: Tensor) -> None:
+        """What the squared distance of a further image comes to. A class of one image has the mean of the others."""
+        self.counts, self.leverages = nn.Buffer(counts.float()), nn.Buffer(leverages.float())
+        typical, several = self._leave_out(spans / counts, torch.arange(len(counts))), counts > 1
+        usual = typical[several].mean() if several.any() else float(len(self.basis))
+        self.typical = nn.Buffer(torch.where(several, typical, usual).float())
+
+    def _leave_out(self, distances: Tensor, labels: Tensor) -> Tensor:
+        """Squared distances of images from their own class → what they are without the image (Sherman & Morrison)."""
+        n = self.counts[labels]
+        weight = self.leverages[labels] * n / (n - 1).clamp(min=1)
+        return (n / (n - 1).clamp(min=1)).square() * distances / (1 - weight * distances).clamp(min=0.05)
+
+    def answer(self, x: Tensor, gaussian: RegularizedDiscriminant) -> tuple[Tensor, Tensor]:
+        scores = self.scores(x)
+        return self.posterior(scores), scores
+
+    def left_out(self, x: Tensor, labels: Tensor) -> Tensor:
+        """
+        Training images, unit features `(images, d)`, and their classes `(images,)` → scores `(images, K)`, that of the
+        image's own class as if it had been learned without the image. Without volume term.
+        """
+        scores, own = self.scores(x).double(), labels[:, None]
+        left = self._leave_out(-2 * scores.gather(1, own)[:, 0], labels)
+        return scores.scatter(1, own, -0.5 * left[:, None])
+
+    def distances(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Scores `(batch, C)` and classes `(batch,)` → squared distance from the class, typically 1, `(batch,)`."""
+        squared = -2 * scores.gather(1, labels[:, None])[:, 0] - self.volumes[labels].to(scores)
+        return squared / self.typical[labels].to(scores)
 
     def scores(self, x: Tensor) -> Tensor:
         y = x @ self.basis.to(x)
@@ -195,9 +204,6 @@ class RegularizedDiscriminant(Discriminant):
         parts = products.square().split([r * n for r, n in self.groups])
         sums = [part.unflatten(0, (n, r)).sum(dim=1) for part, (r, n) in zip(parts, self.groups, strict=True)]
         return torch.cat(sums).index_select(0, self.places).T
-
-    def log_known(self, x: Tensor) -> Tensor:
-        return self.pooled.log_known(x)
 
 
 class RidgeClassifier(Discriminant):
@@ -215,13 +221,14 @@ class RidgeClassifier(Discriminant):
         self, statistics: ClassStatistics, strength: float | None = None, temperature: float | None = None
     ) -> None:
         super().__init__()
-        if statistics.gram is None or statistics.random_sums is None:
+        gram = statistics.random_gram
+        if gram is None or statistics.random_sums is None:
             raise ValueError(
                 "the ridge router needs random features in the statistics of every expert, equally many. Train with "
                 "statistics_random_features=2000, or call collect_statistics(..., random_features=2000)."
             )
         self.temperature = 0.1 if temperature is None else temperature
-        values, basis = torch.linalg.eigh(statistics.gram.double())
+        values, basis = torch.linalg.eigh(gram)
         values, sums = values.clamp(min=0), statistics.random_sums @ basis  # (C, M)
         self.strength = _ridge_strength(values, sums, statistics.counts) if strength is None else strength
         self.weights = nn.Buffer(((sums / (values + self.strength)) @ basis.T).float())  # (C, M)
@@ -239,7 +246,7 @@ def sphere_strength(counts: Tensor, shrinkage: Tensor, covariance: Tensor, freed
     share = torch.where(counts > 1, 1 - shrinkage, 0.0)
     # The variance of a weighted sum of two means.
     variance = share**2 / (counts - 1).clamp(min=1) + (1 - share) ** 2 / max(freedom, 1.0)
-    return _ledoit_wolf(covariance, 1 / float((counts * variance).sum() / counts.sum()))
+    return ledoit_wolf(covariance, 1 / float((counts * variance).sum() / counts.sum()))
 
 
 def _ridge_strength(values: Tensor, sums: Tensor, counts: Tensor) -> float:
@@ -253,14 +260,14 @@ def _ridge_strength(values: Tensor, sums: Tensor, counts: Tensor) -> float:
     return float(candidates[loss.argmin()])
 
 
-def _ledoit_wolf(covariance: Tensor, freedom: float) -> float:
+def ledoit_wolf(covariance: Tensor, freedom: float) -> float:
     """Strength at which a Gaussian's covariance, measured with this freedom, is best shrunk toward a sphere."""
     trace, square = float(covariance.trace()), float(covariance.square().sum())
     spread = square - trace**2 / len(covariance)
     return min(1.0, (square + trace**2) / (freedom * spread)) if freedom > 0 and spread > 0 else 1.0
 
 
-def _shrink(covariance: Tensor, strength: float) -> Tensor:
+def shrink(covariance: Tensor, strength: float) -> Tensor:
     """Shrinks a covariance toward a sphere, and keeps its eigenvalues above the rounding error of float64."""
     d, trace = len(covariance), covariance.trace()
     return (1 - strength) * covariance + (strength / d + 1e-10) * trace * torch.eye(d, dtype=torch.float64)

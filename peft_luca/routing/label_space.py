@@ -21,6 +21,8 @@ class LabelSpace:
         own (`dict[str, torch.Tensor]`): Expert → global ids of its classes, `(K,)`.
         own_rows (`dict[str, torch.Tensor]`): Expert → positions of its rows among the rows of all experts, `(K,)`.
         row_class (`torch.Tensor` of shape `(rows,)`): Global id of each row.
+        part_class, part_expert (`torch.Tensor` of shape `(rows,)`):
+            The rows in the order of the experts' names: global id of the class, and position of its expert.
     """
 
     def __init__(self, experts: Mapping[str, Sequence[str]], device: torch.device | None = None) -> None:
@@ -37,6 +39,10 @@ class LabelSpace:
         rows = torch.arange(self.rows, device=device).split([len(places) for places in own.values()])
         self.own_rows = dict(zip(own, rows, strict=True))
         self.row_class = row_class.to(device)
+        names = sorted(own)
+        self.part_class = torch.cat([own[expert] for expert in names]).to(device)
+        places, sizes = torch.tensor([list(own).index(n) for n in names]), torch.tensor([len(own[n]) for n in names])
+        self.part_expert = places.repeat_interleave(sizes).to(device)
         # Where no class is shared, the rows only have to be put into the order of the classes.
         self.permutation = row_class.argsort().to(device) if self.rows == len(ids) else None
 

@@ -31,8 +31,12 @@ class RoutingOutput(NamedTuple):
         entropy (`torch.Tensor` of shape `(batch,)`): Entropy of the answer over all classes, in nats.
         entropies (`torch.Tensor` of shape `(batch, experts)`, *optional*):
             The entropy of every expert, in nats. `None` for a statistics router, which does not run the experts.
-        confidence (`torch.Tensor` of shape `(batch,)`): Probability of the predicted class, between 0 and 1.
-        unknown (`torch.Tensor` of shape `(batch,)`): Whether the confidence is below `unknown_below`.
+        confidence (`torch.Tensor` of shape `(batch,)`):
+            Probability of the predicted class, given that the image is of any of the classes. Between 0 and 1.
+        unknown (`torch.Tensor` of shape `(batch,)`): Whether `known` is below `unknown_below`.
+        known (`torch.Tensor` of shape `(batch,)`, *optional*):
+            Probability that the image is of any of the classes. Routers of scores have no other measure of it than the
+            confidence.
     """
 
     logits: Tensor
@@ -41,6 +45,7 @@ class RoutingOutput(NamedTuple):
     entropies: Tensor | None
     confidence: Tensor
     unknown: Tensor
+    known: Tensor | None = None
 
     @classmethod
     def concatenate(cls, parts: Sequence[RoutingOutput]) -> RoutingOutput:
@@ -61,7 +66,10 @@ class Experts(Protocol):
         """[CLS] `(batch, d)` → scores of all classes under every expert, `(batch, experts, C)`."""
 
     def expert_logits(self, features: Tensor, name: str) -> Tensor:
-        """[CLS] `(batch, d)` → one expert's logits of its own classes, `(batch, K)`."""
+        """[CLS] `(batch, d)` → one expert's logits of its own classes, `(batch, K)`: its scale times cosines."""
+
+    def scale(self, name: str) -> Tensor:
+        """σ of an expert, a scalar."""
 
     def unit_features(self, features: Tensor) -> Tensor:
         """[CLS] `(batch, d)` → standardized features of length 1, `(batch, d)`, as in the statistics."""
@@ -84,7 +92,8 @@ class RouterOptions:
     Options of a router. A value out of range raises a `ValueError`. NumPy's numbers become Python's, for JSON.
 
     Args:
-        unknown_below (`float`, *optional*, defaults to `0.0`): Answers of lower confidence are marked unknown.
+        unknown_below (`float`, *optional*, defaults to `0.0`):
+            Images that are known with a lower probability are marked unknown.
     """
 
     unknown_below: float = option(0.0, 0, 1)
@@ -148,6 +157,15 @@ class Router(ABC):
         """Name and options that differ from their defaults, as JSON holds them and [`make_router`] reads them."""
         values, defaults = vars(self.options), vars(self.Options())
         return {"name": self.name, "options": {name: v for name, v in values.items() if v != defaults[name]}}
+
+    def used(self, experts: Experts) -> Router:
+        """The router that answers for these experts: itself, or the one that it has chosen."""
+        return self
+
+    def describe(self, experts: Experts) -> str:
+        """Its `repr`, and the router that it has chosen for these experts."""
+        used = self.used(experts)
+        return repr(self) if used is self else f"{self!r} ({used.describe(experts)})"
 
     def _key(self) -> tuple[Any, ...]:
         """What equal routers have in common."""

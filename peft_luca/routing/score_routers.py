@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .router import Experts, Router, RouterOptions, RoutingOutput, option
+from .router import MEMORY_BUDGET, Experts, Router, RouterOptions, RoutingOutput, option
 
 
 # A class that the oracle's expert does not have scores this much below the lowest of the classes that it has.
@@ -95,6 +95,41 @@ class EnergyRouter(ScoreRouter):
         return torch.logsumexp(_float32(scores) / temperature, dim=-1) * -temperature
 
 
+class NearestRouter(Router):
+    """
+    Scores each class by the expert that has it alone, by the cosine of LuCA(z) and the class's row; the highest class
+    answers. Of several experts that have a class, the one of the highest cosine scores it. The cost grows with the
+    number of rows; the other routers of scores ask every expert about every class.
+
+    The logits are the cosines times the mean scale of the experts, since σ of one expert would favor its own classes.
+    """
+
+    name: ClassVar[str | None] = "nearest"
+
+    @dataclass(frozen=True)
+    class Options(RouterOptions):
+        temperature: float = option(1.0, 1e-6, 1e6)
+
+    def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
+        names, space = sorted(experts.names), experts.label_space
+        scales = torch.stack([experts.scale(name).abs() for name in names])
+        found = [experts.expert_logits(features, name) / s for name, s in zip(names, scales, strict=True)]
+        cosines = _float32(torch.cat(found, dim=1))  # (batch, rows), by the experts' names
+        where = space.part_class.expand(cosines.shape[0], -1)
+        highest = cosines.new_full((cosines.shape[0], len(space.classes)), -2.0)  # below every cosine
+        highest = highest.scatter_reduce(1, where, cosines, reduce="amax")
+        part = torch.where(space.part_class == highest.argmax(dim=1, keepdim=True), cosines, -torch.inf).argmax(dim=1)
+        logits = scales.mean().to(highest) * highest
+        confidence = torch.softmax(logits / self.options.temperature, dim=-1).amax(dim=-1)
+        unknown = ~(confidence >= self.options.unknown_below)
+        return RoutingOutput(
+            logits, space.part_expert[part], entropy(logits), None, confidence, unknown, known=confidence
+        )
+
+    def batch_limit(self, experts: Experts) -> int | None:
+        return max(1, MEMORY_BUDGET // (experts.label_space.rows + len(experts.label_space.classes)))
+
+
 class FunctionRouter(ScoreRouter):
     """
     A router made of a function of scores `(batch, experts, C)` that returns costs `(batch, experts)`. Options other
@@ -171,7 +206,8 @@ def answer(scores: Tensor, chosen: Tensor, options: Any, entropies: Tensor) -> R
     logits = scores.gather(1, chosen[:, None, None].expand(-1, 1, scores.shape[2]))[:, 0]  # (batch, C)
     confidence = torch.softmax(_float32(logits) / getattr(options, "temperature", 1.0), dim=-1).amax(dim=-1)
     unknown = ~(confidence >= options.unknown_below)  # not `<`: a confidence that is NaN is unknown
-    return RoutingOutput(logits, chosen, entropies.gather(1, chosen[:, None])[:, 0], entropies, confidence, unknown)
+    own = entropies.gather(1, chosen[:, None])[:, 0]
+    return RoutingOutput(logits, chosen, own, entropies, confidence, unknown, known=confidence)
 
 
 def choose(costs: Tensor, scores: Tensor, by_name: Tensor) -> Tensor:

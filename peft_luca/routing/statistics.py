@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -49,6 +49,13 @@ class ClassStatistics:
             for a class that several experts have.
         gram (`torch.Tensor` of shape `(M, M)`, *optional*): Gram matrix of the random ReLU features, float32.
         random_sums (`torch.Tensor` of shape `(K, M)`, *optional*): Sums of the random features per class, float64.
+        gram_factor (`torch.Tensor` of shape `(R, M)`, *optional*):
+            In place of `gram`: within the classes, the matrix is factorᵀ · factor + diag(remainder). float16.
+        gram_remainder (`torch.Tensor` of shape `(M,)`, *optional*): float32.
+        distances (`torch.Tensor` of shape `(97,)`, *optional*):
+            Histogram of how far each training image, left out, lies from its class. See `evidence.py`. float64.
+        losses (`torch.Tensor` of shape `(6, 2)`, *optional*):
+            Log-losses of the training images, left out, for each weight of the ridge regression. float64.
     """
 
     classes: tuple[str, ...]
@@ -59,6 +66,10 @@ class ClassStatistics:
     errors: Tensor
     gram: Tensor | None = field(default=None, repr=False)
     random_sums: Tensor | None = field(default=None, repr=False)
+    gram_factor: Tensor | None = field(default=None, repr=False)
+    gram_remainder: Tensor | None = field(default=None, repr=False)
+    distances: Tensor | None = field(default=None, repr=False)
+    losses: Tensor | None = field(default=None, repr=False)
 
     @classmethod
     @torch.no_grad()
@@ -131,6 +142,32 @@ class ClassStatistics:
             return torch.eye(d, dtype=torch.float64) / d, 0.0
         return total / freedom, freedom
 
+    @property
+    def random_gram(self) -> Tensor | None:
+        """Gram matrix of the random features, `(M, M)`, float64, as far as it is kept."""
+        if self.gram_factor is None or self.gram_remainder is None:
+            return None if self.gram is None else self.gram.double()
+        return self._between + _outer(self.gram_factor.double()) + torch.diag(self.gram_remainder.double())
+
+    @property
+    def _between(self) -> Tensor:
+        """The part of the Gram matrix that the sums of the classes know, `(M, M)`."""
+        assert self.random_sums is not None
+        return _outer(self.random_sums / self.counts.sqrt()[:, None])
+
+    def compress_gram(self, rank: int) -> ClassStatistics:
+        """The same with the Gram matrix in `rank` rows and a diagonal."""
+        assert self.gram is not None
+        within = self.gram.double() - self._between
+        with torch.random.fork_rng():
+            torch.manual_seed(
+                RANDOM_SEED
+            )  # a matrix of thousands of rows takes ten times as long to decompose in full
+            vectors, values, _ = torch.svd_lowrank(within, q=min(rank, len(within)), niter=4)
+        factor = (vectors * values.sqrt()).T.half()
+        remainder = (within.diagonal() - factor.double().square().sum(dim=0)).clamp(min=0).float()
+        return replace(self, gram=None, gram_factor=factor, gram_remainder=remainder)
+
     def tensors(self) -> dict[str, Tensor]:
         """The statistics as one flat dictionary of tensors, as their file holds them."""
         rows = torch.tensor([len(factor) for factor in self.factors])
@@ -155,12 +192,24 @@ def pool(parts: Mapping[str, ClassStatistics]) -> ClassStatistics:
         for k, name in enumerate(part.classes):
             found.setdefault(name, []).append((part, k))
     classes = sorted(found)
-    gram = sums = None
-    grams = [part.gram for part in ordered if part.gram is not None]
-    if len(grams) == len(ordered) and len({len(gram) for gram in grams}) == 1:
-        gram = sum(grams[1:], grams[0].double())
+    gram: Tensor | None = None
+    sums: Tensor | None = None
+    widths = {None if part.random_sums is None else part.random_sums.shape[1] for part in ordered}
+    if len(widths) == 1 and None not in widths:
+        gram = torch.stack([part.random_gram for part in ordered]).sum(dim=0)  # type: ignore[misc]
         sums = torch.stack([sum(part.random_sums[k] for part, k in found[name]) for name in classes])  # type: ignore
-    return _stack(classes, [_merge(found[name]) for name in classes], gram, sums)
+    pooled = _stack(classes, [_merge(found[name]) for name in classes], gram, sums)
+    return replace(pooled, distances=add_up(ordered, "distances"), losses=add_up(ordered, "losses"))
+
+
+def add_up(parts: Sequence[ClassStatistics], name: str) -> Tensor | None:
+    """The sum of a tensor of evidence over the experts that have it."""
+    found = [getattr(part, name) for part in parts if getattr(part, name) is not None]
+    return torch.stack(found).sum(dim=0) if found else None
+
+
+def _outer(rows: Tensor) -> Tensor:
+    return rows.T @ rows
 
 
 def _stack(

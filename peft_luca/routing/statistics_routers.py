@@ -10,8 +10,21 @@ from torch import Tensor
 
 from ..utils import list_names
 from .discriminants import Discriminant, LinearDiscriminant, RegularizedDiscriminant, RidgeClassifier
+from .evidence import EvidenceDiscriminant, Familiarity, ridge_weight
 from .router import MEMORY_BUDGET, Experts, Router, RouterOptions, RoutingOutput, option
-from .statistics import pool
+from .score_routers import NearestRouter
+from .statistics import add_up, pool
+
+
+@dataclass(frozen=True)
+class StatisticsOptions(RouterOptions):
+    """
+    Args:
+        unknown_below (`float`, *optional*, defaults to `0.05`):
+            The share of known images that is marked unknown, as the experts' own images suggest, each left out.
+    """
+
+    unknown_below: float = option(0.05, 0, 1)
 
 
 class StatisticsRouter(Router):
@@ -22,28 +35,34 @@ class StatisticsRouter(Router):
 
     def prepare(self, experts: Experts) -> StatisticsClassifier:
         """Makes the classifier."""
+        if reason := self.reason_against(experts):
+            raise ValueError(reason)
+        options = {name: value for name, value in vars(self.options).items() if name != "unknown_below"}
+        return StatisticsClassifier(experts, self.discriminant, **options)
+
+    def reason_against(self, experts: Experts) -> str | None:
+        """Why statistics cannot answer for these experts, in words; `None` if they can."""
         if missing := [name for name in experts.names if name not in experts.statistics]:
-            raise ValueError(
-                f"the router {self.name!r} needs the statistics of every expert, but {list_names(missing, 5)} "
-                f"{'has' if len(missing) == 1 else 'have'} none. Get them from the owner, compute them from images "
-                "with collect_statistics, or use set_router('entropy')."
+            return (
+                f"the router {self.name or 'gaussian'!r} needs the statistics of every expert, but "
+                f"{list_names(missing, 5)} {'has' if len(missing) == 1 else 'have'} none. Get them from the owner, "
+                "compute them from images with collect_statistics, or use set_router('nearest')."
             )
         first = min(experts.names)
         for name in experts.names:
             if not _same_reference(experts.reference(first), experts.reference(name)):
-                raise ValueError(
+                return (
                     f"experts {first!r} and {name!r} standardize [CLS] by different references, so their statistics "
-                    "cannot be pooled. Train both with the same reference, or use set_router('entropy')."
+                    "cannot be pooled. Train both with the same reference, or use set_router('nearest')."
                 )
-        options = {name: value for name, value in vars(self.options).items() if name != "unknown_below"}
-        return StatisticsClassifier(experts, self.discriminant, **options)
+        return None
 
     def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
         classifier: StatisticsClassifier = experts.prepared(self)
-        posterior, expert, confidence = classifier(experts.unit_features(features))
+        posterior, expert, known = classifier(experts.unit_features(features))
         entropy = torch.special.entr(posterior.exp()).sum(dim=-1)
-        unknown = ~(confidence >= self.options.unknown_below)  # not `<`: a confidence that is NaN is unknown
-        return RoutingOutput(posterior, expert, entropy, None, confidence, unknown)
+        unknown = ~(known >= self.options.unknown_below)  # not `<`: a probability that is NaN is unknown
+        return RoutingOutput(posterior, expert, entropy, None, posterior.amax(dim=1).exp(), unknown, known)
 
     def batch_limit(self, experts: Experts) -> int | None:
         return max(1, MEMORY_BUDGET // (experts.label_space.rows + len(experts.names)))
@@ -56,7 +75,7 @@ class LdaRouter(StatisticsRouter):
     discriminant = LinearDiscriminant
 
     @dataclass(frozen=True)
-    class Options(RouterOptions):
+    class Options(StatisticsOptions):
         shrinkage: float | None = option(None, 0, 1)
         temperature: float | None = option(None, 1e-6, 1e6)
 
@@ -68,7 +87,7 @@ class GaussianRouter(StatisticsRouter):
     discriminant = RegularizedDiscriminant
 
     @dataclass(frozen=True)
-    class Options(RouterOptions):
+    class Options(StatisticsOptions):
         shrinkage: float | None = option(None, 0, 1)
         sphere: float | None = option(None, 0, 1)
         volume: float = option(0.0, 0, 1e3)
@@ -82,9 +101,53 @@ class RidgeRouter(StatisticsRouter):
     discriminant = RidgeClassifier
 
     @dataclass(frozen=True)
-    class Options(RouterOptions):
+    class Options(StatisticsOptions):
         strength: float | None = option(None, 1e-12, 1e12)
         temperature: float | None = option(None, 1e-6, 1e6)
+
+
+class EvidenceRouter(StatisticsRouter):
+    """[`GaussianRouter`], with a ridge regression beside it where the experts' evidence asks for one."""
+
+    Options = StatisticsOptions
+    discriminant = EvidenceDiscriminant
+
+    def __repr__(self) -> str:
+        return "gaussian"
+
+    def describe(self, experts: Experts) -> str:
+        weight = ridge_weight(add_up(list(experts.statistics.values()), "losses"))
+        return f"gaussian and {weight:g} x ridge" if weight else "gaussian"
+
+
+class AutoRouter(Router):
+    """[`EvidenceRouter`] where the statistics of all experts can be pooled, otherwise [`NearestRouter`]."""
+
+    name: ClassVar[str | None] = "auto"
+
+    Options = StatisticsOptions
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # Scores have no measure of their own for whether an image is known, and so no share to mark by default.
+        self._by_statistics, self._by_scores = EvidenceRouter(**options), NearestRouter(**options)
+
+    def used(self, experts: Experts) -> Router:
+        return self._by_scores if self._by_statistics.reason_against(experts) else self._by_statistics
+
+    def prepare(self, experts: Experts) -> Router:
+        """Chooses the router, and prepares it."""
+        router = self.used(experts)
+        experts.prepared(router)
+        return router
+
+    def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
+        router: Router = experts.prepared(self)
+        return router.route(features, experts)
+
+    def batch_limit(self, experts: Experts) -> int | None:
+        router: Router = experts.prepared(self)
+        return router.batch_limit(experts)
 
 
 class StatisticsClassifier:
@@ -100,11 +163,16 @@ class StatisticsClassifier:
         space, names, device = experts.label_space, sorted(experts.names), experts.by_name.device
         pooled = pool({name: experts.statistics[name] for name in names})
         self.discriminant = discriminant.make(pooled, **options).to(device)
+        # Whether an image is known is judged by the Gaussians, whatever answers.
+        own: Any = getattr(self.discriminant, "gaussian", self.discriminant)
+        is_gaussian = isinstance(own, RegularizedDiscriminant)
+        self.gaussian: RegularizedDiscriminant = (
+            own if is_gaussian else RegularizedDiscriminant.make(pooled).to(device)
+        )
+        self.familiarity = Familiarity(pooled.distances).to(device)
         where = {name: i for i, name in enumerate(pooled.classes)}
         self.columns = torch.tensor([where[name] for name in space.classes], device=device)
-        self.part_class = torch.cat([space.own[name] for name in names])  # (parts,), global ids
-        sizes = torch.tensor([len(space.own[name]) for name in names], device=device)
-        self.part_expert = experts.by_name.repeat_interleave(sizes)  # (parts,), positions in the experts' order
+        self.part_class, self.part_expert = space.part_class, space.part_expert
         self.nearness: Discriminant | None = None
         if len(self.part_class) > len(space.classes):
             means = torch.cat([experts.statistics[name].means for name in names])
@@ -113,18 +181,18 @@ class StatisticsClassifier:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """
         Unit features `(batch, d)` → log-posterior of the classes `(batch, C)`, the expert that has the predicted class
-        `(batch,)`, and the confidence `(batch,)`: the probability of that class, with "none of the classes" as one
-        more possibility.
+        `(batch,)`, and how familiar the image is as one of that class, `(batch,)`; see [`Familiarity`].
         """
-        posterior = self.discriminant.log_posterior(x).index_select(1, self.columns)
+        posterior, gaussian = self.discriminant.answer(x, self.gaussian)
+        posterior = posterior.index_select(1, self.columns)
         joint = posterior.index_select(1, self.part_class)  # (batch, parts)
         if self.nearness is not None:
             shares = self.nearness.scores(x) / self.nearness.temperature
             joint = joint + shares - self._log_sum_by_class(shares).index_select(1, self.part_class)
         best = posterior.argmax(dim=1, keepdim=True)
         part = torch.where(self.part_class == best, joint, -torch.inf).argmax(dim=1)
-        confidence = (posterior.amax(dim=1) + self.discriminant.log_known(x)).exp()
-        return posterior, self.part_expert[part], confidence
+        distances = self.gaussian.distances(gaussian, self.columns[best[:, 0]])
+        return posterior, self.part_expert[part], self.familiarity(distances)
 
     def _log_sum_by_class(self, values: Tensor) -> Tensor:
         """Log-sum-exp over the parts of each class, (batch, parts) → (batch, C)."""

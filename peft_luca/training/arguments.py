@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.trainer_utils import HubStrategy, SchedulerType
-from transformers.training_args import OptimizerNames
+from transformers.trainer_utils import HubStrategy
 
 from ..data.feature_file import STORAGE
 from ..routing import Router, make_router
@@ -21,15 +21,15 @@ _BOTH = {"num_train_epochs": 20, "per_device_train_batch_size": 48, "lr_schedule
 RECIPES: dict[str, dict[str, Any]] = {
     "own": _BOTH
     | {"learning_rate": 1e-3, "optim": "adamw_torch", "optim_args": None}
-    | {"negatives": "own", "augmentation": False, "schedule_per_epoch": False},
+    | {"negatives": "own", "augmentation": False, "schedule_per_epoch": False, "router": "auto"},
     "paper": _BOTH
     | {"learning_rate": 0.025, "optim": "sgd", "optim_args": "momentum=0.9"}
-    | {"negatives": "seen", "augmentation": True, "schedule_per_epoch": True},
+    | {"negatives": "seen", "augmentation": True, "schedule_per_epoch": True, "router": "entropy"},
 }
 # The same for [`LucaConfig`].
 CONFIG_RECIPES: dict[str, dict[str, Any]] = {
     "own": OWN_RECIPE,
-    "paper": {"scale": 1.0, "positive_scale": False, "init_rows": "zeros", "reference": False},
+    "paper": {"scale": 1.0, "positive_scale": False, "init_rows": "zeros", "reference": False, "whitening": False},
 }
 
 # What a field of each annotation may hold, and in words.
@@ -112,8 +112,9 @@ class ContinualTrainingArguments(TrainingArguments):
         push_to_hub (`bool`, *optional*, defaults to `False`):
             Push the experts to the Hub as a collection: with `hub_strategy="every_save"`, the default, in the
             background when a task is learned, and at the end of `train`; with `"end"` only there.
-        router (`str`, *optional*, defaults to `"entropy"`):
-            The router that chooses each image's expert once tasks are learned; see [`LucaModel.set_router`].
+        router (`str`, *optional*):
+            The router that chooses each image's expert once tasks are learned; see [`LucaModel.set_router`]. `"auto"`
+            in the own recipe, `"entropy"` in the paper's.
         routing_scope (`str`, *optional*, defaults to `"sample"`):
             `"batch"` chooses one expert for all test images of a task, for comparison with published figures only.
         statistics (`bool`, *optional*, defaults to `True`):
@@ -154,7 +155,7 @@ class ContinualTrainingArguments(TrainingArguments):
     features_cache_dir: str | None = _field(None, "Where [CLS] is kept.")
     features_dtype: str = _field("float32", "How [CLS] is stored.", "features_dtype")
     on_bad_image: str = _field("raise", "What an image does that cannot be read.", "on_bad_image")
-    router: str = _field("entropy", "Chooses the expert of each image.")
+    router: str | None = _field(None, "Chooses the expert of each image.")
     routing_scope: str = _field("sample", "Choose per image.", "routing_scope")
     statistics: bool = _field(True, "Collect statistics of the training features.")
     statistics_rank: int = _field(64, "Rows kept of each class's scatter; -1 for all.")
@@ -163,13 +164,10 @@ class ContinualTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._check_types()
-        self._check_choices("recipe")
+        self._check_choice("recipe", CHOICES["recipe"])
         if self.augmented_views:
-            if self.augmentation is False or not self.cache_features:
-                raise ValueError(
-                    f"augmented_views={self.augmented_views} caches [CLS] of augmented images: it needs "
-                    "augmentation=True and cache_features=True."
-                )
+            self._check_choice("augmentation", [None, True], " with augmented_views")
+            self._check_choice("cache_features", [True], " with augmented_views, whose [CLS] are cached")
             self.augmentation = True
         recipe = dict(RECIPES[self.recipe])
         if self.optim is not None:
@@ -178,7 +176,8 @@ class ContinualTrainingArguments(TrainingArguments):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         super().__post_init__()
-        self._check_choices(*CHOICES)
+        for name, choices in CHOICES.items():
+            self._check_choice(name, choices)
         for name, least in LEAST.items():
             _check(self, name, least <= getattr(self, name) < float("inf"), f"a finite number of at least {least}")
         _check(self, "max_steps", self.max_steps > 0 or self.max_steps == -1, "above 0, or -1 for num_train_epochs")
@@ -197,51 +196,39 @@ class ContinualTrainingArguments(TrainingArguments):
             if kind != "bool":
                 setattr(self, name, int(value) if isinstance(value, Integral) else float(value))
 
-    def _check_choices(self, *names: str) -> None:
-        for name in names:
-            _check(self, name, getattr(self, name) in CHOICES[name], f"one of {', '.join(map(repr, CHOICES[name]))}")
+    def _check_choice(self, name: str, choices: Sequence[Any], condition: str = "") -> None:
+        needed = ("one of " if len(choices) > 1 else "") + ", ".join(map(repr, choices))
+        _check(self, name, getattr(self, name) in choices, needed + condition)
 
     def _check_combinations(self) -> None:
-        if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
-            raise ValueError("fp16=True needs an accelerator, and the CPU would ignore it. Use bf16=True, or neither.")
-        if self.schedule_per_epoch and self.lr_scheduler_type != SchedulerType.COSINE:
-            raise ValueError(
-                f"schedule_per_epoch needs lr_scheduler_type='cosine', got {self.lr_scheduler_type!r}. Set "
-                "schedule_per_epoch=False for the other schedules, which change at each step."
-            )
-        if self.augmentation and self.train_sampling_strategy != "random":
-            raise ValueError(
-                f"augmentation needs train_sampling_strategy='random', got {self.train_sampling_strategy!r}."
-            )
-        if self.l1_proximal and self.optim not in PROXIMAL_OPTIMIZERS:
-            raise ValueError(
-                f"l1_proximal needs the size of the optimizer's steps, which is known for "
-                f"{', '.join(PROXIMAL_OPTIMIZERS)}, not for {OptimizerNames(self.optim).value!r}."
-            )
-        if self.load_best_model_at_end:
-            raise ValueError(
-                "load_best_model_at_end would load the weights of PEFT's 'default' adapter into a task's expert. "
-                "Leave it off: every expert is saved when its task ends."
-            )
-        if self.push_to_hub and self.hub_strategy not in (HubStrategy.EVERY_SAVE, HubStrategy.END):
-            raise ValueError(
-                f"hub_strategy is {HubStrategy(self.hub_strategy).value!r}, but checkpoints hold pickled state and "
-                "are not pushed. Use 'every_save', which pushes each expert when it is learned, or 'end'."
-            )
+        if self.use_cpu or not torch.accelerator.is_available():
+            self._check_choice("fp16", [False], " on the CPU, which would ignore it. Use bf16=True")
+        if self.schedule_per_epoch:
+            self._check_choice("lr_scheduler_type", ["cosine"], " with schedule_per_epoch: others change at each step")
+        if self.augmentation:
+            self._check_choice("train_sampling_strategy", ["random"], " with augmentation")
+        if self.l1_proximal:
+            self._check_choice("optim", PROXIMAL_OPTIMIZERS, " with l1_proximal, which needs the size of their steps")
+        # It would load the weights of PEFT's 'default' adapter into a task's expert.
+        self._check_choice("load_best_model_at_end", [False], ": every expert is saved when its task ends")
+        if self.push_to_hub:
+            pushed = [HubStrategy.EVERY_SAVE.value, HubStrategy.END.value]
+            self._check_choice("hub_strategy", pushed, ": checkpoints hold pickled state and are not pushed")
         router = self.make_router()
-        if router.name == "oracle":
-            raise ValueError("router='oracle' needs the expert of each image, which a stream does not tell.")
-        if router.needs_statistics and not self.statistics:
-            raise ValueError(f"router={self.router!r} needs the experts' statistics: leave statistics at True.")
-        if self.router == "ridge" and self.statistics_random_features < 1:
-            raise ValueError("router='ridge' needs statistics_random_features, such as 2000.")
+        _check(self, "router", router.name != "oracle", "another: a stream does not tell the expert of each image")
+        if router.needs_statistics:
+            self._check_choice("statistics", [True], f" with router={self.router!r}, which needs them")
+        if router.name == "ridge":
+            features = self.statistics_random_features
+            _check(self, "statistics_random_features", features > 0, "above 0 with router='ridge', such as 2000")
 
     def make_router(self) -> Router:
         """The router of the run."""
         options = {} if self.routing_scope == "sample" else {"routing_scope": self.routing_scope}
-        return make_router(self.router, **options)
+        return make_router(self.router or "auto", **options)
 
 
 def _check(args: Any, name: str, is_valid: bool, needed: str) -> None:
     if not is_valid:
-        raise ValueError(f"{name} must be {needed}, got {getattr(args, name)!r}.")
+        value = getattr(args, name)
+        raise ValueError(f"{name} must be {needed}, got {getattr(value, 'value', value)!r}.")

@@ -23,6 +23,7 @@ from ..data.task_stream import Task, TaskStream
 from ..hub.publishing import push_experts
 from ..hub.saving import load_experts
 from ..preprocessing import channels_of
+from ..tuner.backbone import warn_of_processor
 from ..tuner.config import LucaConfig
 from ..tuner.model import quiet_peft, tuner_of
 from ..utils import pluralize
@@ -72,13 +73,9 @@ class ContinualTrainer(PublishingTrainer):
             check_task(task, model, args)
         if isinstance(model, PeftModel):
             tuner_of(model).layer.experts.prepared(args.make_router())  # raises if an expert lacks statistics
-        collator = ImageCollator(
-            processing_class,
-            stream.image_column,
-            channels=channels_of(model),
-            background=template.background,
-            white_level=template.white_level,
-        )
+            warn_of_processor(tuner_of(model).layer.configs, processing_class)
+        options = {"channels": channels_of(model), **template.images}
+        collator = ImageCollator(processing_class, stream.image_column, **options)
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
         given: dict[str, Any] = {"processing_class": processing_class, "data_collator": collator, "eval_dataset": []}
         super().__init__(model=model, args=args, **given, **kwargs)
@@ -165,6 +162,9 @@ class ContinualTrainer(PublishingTrainer):
     def _add_expert(self, task: Task) -> None:
         config = copy.deepcopy(self.luca_config)
         config.classes = list(task.classes)
+        others = tuner_of(self.model).peft_config.values() if isinstance(self.model, PeftModel) else ()
+        if "whitening" in config.filled and not all(other.whitening for other in others):
+            config.whitening = False  # the statistics of all experts need one reference
         with torch.random.fork_rng():
             torch.manual_seed(task_seed(self.args.seed, task.classes))
             if isinstance(self.model, PeftModel):
@@ -331,7 +331,7 @@ class ContinualTrainer(PublishingTrainer):
         records = self.folder.read(run_settings(self.args, self.luca_config), self.stream, refuse)
         sources = {r["name"]: self.folder.path / r["name"] for r in records if not r.get("deleted")}
         if sources:
-            self._set_model(load_experts(self.model, sources))
+            self._set_model(load_experts(self.model, sources, processing_class=self.processing_class))
         if not records:
             return
         self._records = records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,9 +18,10 @@ from ..data.collator import ImageCollator
 from ..data.feature_cache import FeatureDataset, default_cache_dir, digest_images, features_key
 from ..data.task_stream import Task
 from ..preprocessing import undecoded
+from ..routing import make_router
 from ..tuner.model import LucaModel
 from .batches import make_extractor, print_line
-from .metrics import COMPARING_STAGES, ContinualAccuracy, Measured, Record, run_figures
+from .metrics import COMPARING_STAGES, Floats, Measured, Record, forgetting, last_accuracy, summarize
 
 
 BATCH = 4096  # features are a memory map of any size
@@ -113,32 +115,26 @@ def measure_stage(
 
     Returns:
         `dict`: per task, or `None` where not measured: `accuracy` over all classes, routed; `routing`, the share of
-        images for which the router chose the task's own expert; `task_known`, that expert's accuracy over its classes.
+        images for which the router chose the task's own expert; `task_known`, that expert's accuracy over its classes;
+        `entropy`, as `accuracy` by the paper's router.
     """
-    metric, experts = ContinualAccuracy(), list(tuner.experts)
-    task_of_expert = torch.tensor([names.index(name) if name in names else len(names) for name in experts])
-    for task, name in enumerate(names):
-        if name not in tests:
-            continue
-        own = tuner.layer.label_space.own[name].cpu()
-        size = len(tests[name]) if whole else BATCH
-        for z, labels in zip(tests[name].features.split(size), tests[name].labels.split(size), strict=True):
-            z = z.to(device)
-            routed = tuner.route_features(z)
-            metric.add_batch(
-                predictions=routed.logits.argmax(1).cpu(),
-                references=own[labels],
-                task=[task] * len(z),
-                stage=[0] * len(z),
-                experts=task_of_expert[routed.expert.cpu()],
-                task_known_predictions=own[tuner.expert_logits(z, name).argmax(1).cpu()],
-            )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a leak: run_figures warns
-        figures = (metric.compute() or {}) if tests else {}
-    columns = {"accuracy": "accuracy", "routing": "routing_accuracy", "task_known": "known_accuracy"}
-    measured = {name: list(figures.get(f"per_task_{figure}", [])) for name, figure in columns.items()}
-    return {name: values + [None] * (len(names) - len(values)) for name, values in measured.items()}
+    experts, paper = list(tuner.experts), make_router("entropy")
+    measured = Measured(accuracy=[], routing=[], task_known=[], entropy=[])
+    for name in names:
+        images, right = len(tests.get(name, ())), torch.zeros(4, dtype=torch.long)
+        if images:
+            own, size = tuner.layer.label_space.own[name].cpu(), images if whole else BATCH
+            for z, labels in zip(tests[name].features.split(size), tests[name].labels.split(size), strict=True):
+                z = z.to(device)
+                routed, known = tuner.route_features(z), tuner.expert_logits(z, name).argmax(1).cpu()
+                is_right = routed.logits.argmax(1).cpu() == own[labels]
+                is_routed = routed.expert.cpu() == experts.index(name)
+                by_entropy = routed if tuner.router == paper else tuner.layer.route_features(z, router=paper)
+                right_by_entropy = by_entropy.logits.argmax(1).cpu() == own[labels]
+                right += torch.stack([is_right, is_routed, known == labels, right_by_entropy]).sum(dim=1)
+        for column, count in zip(measured.values(), right.tolist(), strict=True):
+            column.append(count / images if images else None)
+    return measured
 
 
 def measure(trainer: Any, records: list[Record]) -> Measured:
@@ -157,14 +153,37 @@ def all_figures(trainer: Any, records: list[Record], last: Measured | None = Non
     """The figures of a run, whose last stage may be measured again."""
     if not records:
         return {}
-    tuner = trainer.tuner
-    figures = run_figures(records, last, sum(map(len, tuner.experts.values())) > len(tuner.classes))
+    tuner, stages = trainer.tuner, [*records[:-1], last or records[-1]]
+    matrix, counts = _matrix(stages, "accuracy"), [record["test_images"] for record in records]
+    figures: dict[str, Any] = {
+        "accuracy_matrix": [[None if math.isnan(v) else v for v in row] for row in matrix.tolist()]
+    }
+    if any(counts):
+        known, routing = (np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing"))
+        with warnings.catch_warnings():
+            router = (tuner.router or trainer.args.make_router()).used(tuner.layer.experts)
+            if router.needs_statistics or sum(map(len, tuner.experts.values())) > len(tuner.classes):
+                # The task's own expert is no upper bound, and nothing leaks.
+                warnings.filterwarnings("ignore", "routed accuracy .* is above", UserWarning)
+            figures |= summarize(matrix, counts, known, routing)
+        if "entropy" in stages[-1]:  # earlier versions did not measure it
+            by_entropy = np.array(stages[-1]["entropy"], dtype=float)
+            figures["entropy_accuracy"] = float(last_accuracy(by_entropy[None], counts))
+        figures["task_known_forgetting"] = forgetting(_matrix(stages, "task_known"))
     if last is not None and tuner.router != trainer.args.make_router():
         # Earlier stages were measured with another router and cannot be compared with this one.
         unknown = [[None] * len(records)] * (len(records) - 1)
         figures["accuracy_matrix"] = [*unknown, last["accuracy"]]
         figures = {name: value for name, value in figures.items() if name not in COMPARING_STAGES}
     return figures
+
+
+def _matrix(stages: list[dict[str, Any]], name: str) -> Floats:
+    """What each stage measured of each task, (stages, tasks); NaN where it did not."""
+    matrix = np.full((len(stages), len(stages)), np.nan)
+    for row, stage in zip(matrix, stages, strict=True):
+        row[: len(stage[name])] = [np.nan if value is None else value for value in stage[name]]
+    return matrix
 
 
 def save_plots(trainer: Any) -> list[Path]:

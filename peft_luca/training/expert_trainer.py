@@ -22,6 +22,7 @@ from ..data.feature_cache import FeatureDataset
 from ..hub.publishing import push_expert
 from ..hub.saving import save_expert
 from ..hub.validation import MAX_NUMBER
+from ..tuner.backbone import processor_facts, warn_of_processor
 from ..tuner.layer import image_options
 from ..tuner.model import LucaModel, tuner_of
 from .arguments import ContinualTrainingArguments
@@ -147,9 +148,14 @@ class ExpertTrainer(PublishingTrainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As [`~transformers.Trainer.train`]. Raises a `FloatingPointError` if a loss or weight is not finite."""
         tuner = self.tuner
+        config = tuner.peft_config[self.expert]
+        warn_of_processor(tuner.layer.configs, self.processing_class)
+        config.processor = processor_facts(self.processing_class) or config.processor
         if self.new_expert:
-            config = tuner.peft_config[self.expert]
-            if config.reference or tuner.backbone.image_size is not None:
+            if config.whitening:
+                data = self._plain_features()
+                tuner.compute_reference(self.expert, data.features, data.labels)
+            elif config.reference or tuner.backbone.image_size is not None:
                 # An expert that does not standardize by it has it as well: it identifies the backbone.
                 tuner.compute_reference(self.expert)
             if config.init_rows == "class_means":

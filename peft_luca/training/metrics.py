@@ -5,7 +5,6 @@ fraction; NaN where it was not measured (before task j was learned, after its ex
 test images). `counts[j]` is the number of task j's test images.
 """
 
-import math
 import warnings
 from typing import Any, TypeAlias
 
@@ -20,7 +19,6 @@ from ..utils import pluralize
 
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[Any]
 
 _REQUIRED = ("predictions", "references", "task", "stage")
 # Columns of the metric that may be left out, and what stands in them then.
@@ -33,17 +31,15 @@ COMPARING_STAGES = (
 )  # fmt: skip
 
 Record = dict[str, Any]  # a learned task, as in results.json
-Measured = dict[str, list[float | None]]  # "accuracy", "routing" and "task_known" of each learned task
+Measured = dict[str, list[float | None]]  # "accuracy", "routing", "task_known" and "entropy" of each learned task
 
 
 def stage_accuracies(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> Floats:
     """A_1 ... A_B: at each stage, the share of right answers among the test images of all tasks seen by then.
 
     Args:
-        matrix (`np.ndarray` of shape `(stages, tasks)`):
-            Accuracies, NaN where not measured.
-        counts (`np.ndarray` of shape `(tasks,)`):
-            Test images per task. Tasks without any are ignored.
+        matrix (`np.ndarray` of shape `(stages, tasks)`): Accuracies, NaN where not measured.
+        counts (`np.ndarray` of shape `(tasks,)`): Test images per task. Tasks without any are ignored.
 
     Returns:
         `np.ndarray` of shape `(stages,)`: NaN for a stage at which no test image was seen.
@@ -67,18 +63,16 @@ def last_accuracy(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> float:
 def forgetting(matrix: npt.ArrayLike) -> float:
     """Mean over tasks of (best accuracy at an earlier stage - accuracy at the last stage), in [-1, 1]; 0.0 if no task
     was measured at both. Positive means forgotten. (Chaudhry et al., 2018.) Shapes as in [`stage_accuracies`]."""
-    earlier, last = _earlier_and_last(_checked(matrix)[0])
-    return float(np.mean(np.nanmax(earlier, axis=0) - last)) if last.size else 0.0
+    return _stage_forgetting(_checked(matrix)[0])[-1]
 
 
 def backward_transfer(matrix: npt.ArrayLike) -> float:
     """Mean over tasks of (accuracy at the last stage - accuracy when the task was just learned), in [-1, 1]; 0.0 if no
     task was measured at both. Negative means forgotten. (Lopez-Paz & Ranzato, 2017.)"""
-    earlier, last = _earlier_and_last(_checked(matrix)[0])
-    if not last.size:
-        return 0.0
-    just_learned = earlier[np.argmax(~np.isnan(earlier), axis=0), np.arange(last.size)]
-    return float(np.mean(last - just_learned))
+    measured, _ = _checked(matrix)
+    first = np.argmax(~np.isnan(measured), axis=0)  # the stage that learned each task
+    change = measured[-1] - measured[first, np.arange(len(first))]
+    return _mean_of_measured(change[first < len(measured) - 1])
 
 
 def summarize(
@@ -90,10 +84,7 @@ def summarize(
     """All figures, under the names they have in `results.json`.
 
     Args:
-        matrix (`np.ndarray` of shape `(stages, tasks)`):
-            Accuracies, NaN where not measured.
-        counts (`np.ndarray` of shape `(tasks,)`):
-            Test images per task. Tasks without any are ignored.
+        matrix, counts: See [`stage_accuracies`].
         task_known (`np.ndarray` of shape `(tasks,)`, *optional*):
             After the last stage, each task's accuracy when the task's own expert answers, NaN where not measured.
         routing (`np.ndarray` of shape `(tasks,)`, *optional*):
@@ -141,8 +132,7 @@ class ContinualAccuracy(evaluate.Metric):
     `task_known_accuracy`). Every stage must predict all of a task's test images.
 
     Args:
-        **kwargs:
-            Arguments of [`evaluate.Metric`]. `keep_in_memory` defaults to `True` unless `num_process > 1`.
+        **kwargs: Arguments of [`evaluate.Metric`]. `keep_in_memory` defaults to `True` unless `num_process > 1`.
 
     Example:
 
@@ -204,7 +194,7 @@ class ContinualAccuracy(evaluate.Metric):
         result: dict[str, Any] | None = super().compute()
         return result
 
-    def _compute(self, *, task: Ints, stage: Ints, **columns: Ints) -> dict[str, Any]:
+    def _compute(self, *, task: Any, stage: Any, **columns: Any) -> dict[str, Any]:
         images = np.zeros((stage.max() + 1, task.max() + 1))
         correct = np.zeros_like(images)
         np.add.at(images, (stage, task), 1)
@@ -218,7 +208,7 @@ class ContinualAccuracy(evaluate.Metric):
             )
         last = stage == stage.max()
 
-        def per_task(name: str, expected: Ints) -> Floats | None:
+        def per_task(name: str, expected: Any) -> Floats | None:
             """Share of rows of the last stage where a column is as expected, (tasks,); `None` if left out."""
             given = columns[name][last] != _NOT_GIVEN
             if not given.all():
@@ -251,18 +241,15 @@ def _checked(matrix: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> tupl
     return measured, images
 
 
-def _earlier_and_last(measured: Floats) -> tuple[Floats, Floats]:
-    """Earlier stages (stages - 1, kept) and the last stage (kept,) of the tasks that were measured in both."""
-    earlier, last = measured[:-1], measured[-1]
-    kept = ~np.isnan(last) & (~np.isnan(earlier)).any(axis=0)
-    return earlier[:, kept], last[kept]
-
-
 def _stage_forgetting(measured: Floats) -> list[float]:
     """[`forgetting`] after each stage, from the best accuracies so far."""
     below_best = np.fmax.accumulate(measured, axis=0)[:-1] - measured[1:]  # (stages - 1, tasks)
-    drops = [row[~np.isnan(row)] for row in below_best]
-    return [0.0, *(float(np.mean(drop)) if drop.size else 0.0 for drop in drops)]
+    return [0.0, *map(_mean_of_measured, below_best)]
+
+
+def _mean_of_measured(changes: Floats) -> float:
+    kept = changes[~np.isnan(changes)]
+    return float(np.mean(kept)) if kept.size else 0.0
 
 
 def _last_stage_mean(argument: str, values: npt.ArrayLike | None, measured: Floats, images: Floats) -> float | None:
@@ -285,45 +272,16 @@ def _or_none(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def run_figures(records: list[Record], last: Measured | None = None, shared_classes: bool = False) -> dict[str, Any]:
-    """
-    Computes all figures from what the stages measured. `last` replaces what the last stage measured.
-    `shared_classes` says whether experts share classes.
-    """
-    if not records:
-        return {}
-    stages = [*records[:-1], last or records[-1]]
-    matrix = _matrix(stages, "accuracy")
-    figures: dict[str, Any] = {
-        "accuracy_matrix": [[None if math.isnan(v) else v for v in row] for row in matrix.tolist()]
-    }
-    if any(record["test_images"] for record in records):
-        known, routing = (np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing"))
-        with warnings.catch_warnings():
-            if shared_classes:
-                # Another expert of the class may be better than the task's own, and nothing leaks.
-                warnings.filterwarnings("ignore", "routed accuracy .* is above", UserWarning)
-            figures |= summarize(matrix, [record["test_images"] for record in records], known, routing)
-        figures["task_known_forgetting"] = forgetting(_matrix(stages, "task_known"))
-    return figures
-
-
-def _matrix(stages: list[dict[str, Any]], name: str) -> Floats:
-    """What each stage measured of each task, (stages, tasks); NaN where it did not."""
-    matrix = np.full((len(stages), len(stages)), np.nan)
-    for row, stage in zip(matrix, stages, strict=True):
-        row[: len(stage[name])] = [np.nan if value is None else value for value in stage[name]]
-    return matrix
-
-
 def task_line(done: int, tasks: int, record: Record, figures: dict[str, Any], classes: int) -> str:
     """The line that is printed after a task."""
     names = ", ".join(record["classes"][:4]) + (", …" if len(record["classes"]) > 4 else "")
     line = f"task {done}/{tasks} {record['name']} ({names}), {record['seconds']:.1f} s"
     if figures.get("last_accuracy") is None:
         return f"{line}: no test images"
+    by_entropy = figures.get("entropy_accuracy")
+    beside = "" if by_entropy is None else f" ({by_entropy:.3f} by entropy)"
     return (
-        f"{line}: accuracy {figures['last_accuracy']:.3f} over {pluralize(classes, 'class')}, "
+        f"{line}: accuracy {figures['last_accuracy']:.3f} over {pluralize(classes, 'class')}{beside}, "
         f"{figures['task_known_accuracy']:.3f} with the task known, right expert {figures['routing_accuracy']:.3f}"
     )
 

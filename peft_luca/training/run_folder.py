@@ -43,7 +43,7 @@ SETTINGS = (
 # Settings that may differ when a run is resumed: what was measured is measured again.
 FREE_SETTINGS = ("router",)
 # Fields of LucaConfig that say nothing about how an expert is trained.
-NO_SETTINGS = ("classes", "target_modules", "fingerprint", "allow_mismatch", "read_with")
+NO_SETTINGS = "classes target_modules fingerprint backbone_settings processor allow_mismatch read_with".split()
 RECORD_KEYS = {"name", "classes", "train_images", "test_images", "steps", "accuracy", "routing", "task_known"}
 
 

@@ -65,8 +65,11 @@ def make_template(model: nn.Module, luca_config: LucaConfig | None, recipe: str)
     template = LucaConfig() if luca_config is None else luca_config.template()
     if template.classes is not None:
         raise ValueError("luca_config names classes, but each expert has those of its task. Leave classes out.")
-    template.resolve(CONFIG_RECIPES[recipe])
     base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if template.reference is None and getattr(getattr(base, "config", None), "image_size", None) is None:
+        logger.warning("The backbone's config has no image_size to draw pictures of: experts read [CLS] as it is.")
+        template.reference = template.whitening = False
+    template.resolve(CONFIG_RECIPES[recipe])
     template.widths(find_head(base, template).width)  # raises if reduction does not fit
     return template, model
 

@@ -4,92 +4,71 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
+import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from ..utils import list_names, show
 from .config import LucaConfig
 from .head import Head
-from .layer import LucaLayer
+from .layer import LucaLayer, cls_of
+from .reference import OLD_PATCHES, OLD_PICTURES, PICTURES, SIDE, Reference, kept_reference, measure_reference
 
 
-REFERENCE_PICTURES = 192
-REFERENCE_BATCH = 16
-REFERENCE_SEED = 0
-# A trunk that interpolates its positions gets pictures of this many patches a side, which takes seconds where its own
-# size would take minutes. Another trunk gets pictures of its own size, the only one that it takes.
-REFERENCE_PATCHES = 8
+# Model types that interpolate their positions without being asked.
 INTERPOLATING = ("dinov2", "dinov2_with_registers")
-Reference = tuple[Tensor, Tensor]  # mean and deviation of [CLS], (d,) each
 SAMPLE = 256  # numbers of each tensor that are compared to see whether it was changed
 # Entries of a model's config that do not move [CLS]. Its dtype is in the fingerprint.
 NOT_OF_THE_TRUNK = (
     "id2label label2id num_labels problem_type _name_or_path name_or_path transformers_version architectures dtype "
     "torch_dtype return_dict output_attentions output_hidden_states"
 ).split()
+# Settings that move [CLS] and leave its tensors as they are, by their names in the configs of the families in
+# docs/backbones.md. Others (attention kernels, dropout, labels, versions) do not count.
+SETTINGS = (
+    "model_type architecture model_args do_pooling hidden_act num_attention_heads num_heads depths image_size "
+    "patch_size patch_sizes strides num_channels num_register_tokens use_swiglu_ffn use_gated_mlp use_mean_pooling "
+    "vision_use_head rope_theta window_size pretrained_window_sizes sequence_reduction_ratios sr_ratios "
+    "linear_attention"
+).split()
+# Steps of an image processor that move pixels, each with its parameters.
+STEPS = {
+    "do_resize": ("size", "resample", "crop_pct"),
+    "do_center_crop": ("crop_size",),
+    "do_pad": ("pad_size",),
+    "do_rescale": ("rescale_factor", "rescale_offset"),
+    "do_normalize": ("image_mean", "image_std"),
+    "do_flip_channel_order": (),
+    "data_config": (),  # of timm's
+}
+PROCESSOR = [name for step, parameters in STEPS.items() for name in (step, *parameters)]
 # Largest distance of [CLS] on the reference pictures, in deviations, at which another backbone still counts as the
-# same one: float16 and bfloat16 copies are below 0.01, other weights above 1 (tests/tuner/test_backbone.py).
+# same one. Other weights may be those of another dtype, which is measured as it rounds: of DINOv2-small float16 is
+# 0.0001 away, bfloat16 0.016 and int8 0.036. With the same weights nothing is rounded otherwise: other settings have
+# less room, enough for an approximated GELU (0.006), and too little for an epsilon of 0.001 (0.5).
 BACKBONE_TOLERANCE = 0.05
-
-
-def draw_reference_pictures(count: int, size: int, seed: int = REFERENCE_SEED) -> np.ndarray:
-    """
-    Draws the reference pictures: one to eight ellipses and boxes of random colours on a plain ground, the same on
-    every machine. A smaller set is the beginning of a larger one.
-
-    Returns:
-        `numpy.ndarray` of shape `(count, size, size, 3)`: uint8, RGB.
-    """
-    rng = np.random.RandomState(seed)  # the legacy generator's stream is frozen across versions of numpy
-    y, x = np.mgrid[0:size, 0:size] / size
-    pictures = np.empty((count, size, size, 3), np.uint8)
-    for picture in pictures:
-        picture[:] = rng.randint(0, 256, 3)
-        for _ in range(rng.randint(1, 9)):
-            center_x, center_y, width, height = rng.uniform(0, 1, 4)
-            color = rng.randint(0, 256, 3)
-            u, v = abs(x - center_x) / (width / 2 + 0.02), abs(y - center_y) / (height / 2 + 0.02)
-            picture[(u * u + v * v < 1) if rng.randint(2) else (np.maximum(u, v) < 1)] = color
-    return pictures
-
-
-class _HeadInput(nn.Module):
-    """Stands in for the head and returns its input."""
-
-    def __init__(self, in_features: int) -> None:
-        super().__init__()
-        self.in_features = self.out_features = in_features
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return x
+SETTINGS_TOLERANCE = 0.02
 
 
 @torch.no_grad()
-def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor) -> Tensor:
+def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor, **options: Any) -> Tensor:
     """
-    [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`.
+    [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`. `options` are passed to the model.
 
     The model itself is not changed, and several threads may call this at once.
     """
-    output = _without_head(model, head.name, head.input_width)(pixel_values)
-    features: Tensor = output if isinstance(output, Tensor) else output.logits
-    if features.ndim != 2 or features.shape[1] != head.input_width:
-        raise ValueError(
-            f"the head reads a tensor of shape (batch, {head.input_width}), got {tuple(features.shape)}. LuCA reads "
-            "one pooled vector per image."
-        )
-    return features[:, : head.width]
+    output = _without_head(model, head.name)(pixel_values, **options)
+    return cls_of(output if isinstance(output, Tensor) else output.logits, head.width, head.input_width)
 
 
-def _without_head(model: nn.Module, head_name: str, input_width: int = 0) -> nn.Module:
+def _without_head(model: nn.Module, head_name: str) -> nn.Module:
     """A shallow copy of a model that shares all its modules except the head, in whose place its input is returned."""
     trunk = parent = _shallow_copy(getattr(model, "_orig_mod", model))
     *path, name = head_name.split(".")
@@ -97,7 +76,7 @@ def _without_head(model: nn.Module, head_name: str, input_width: int = 0) -> nn.
         child = _shallow_copy(parent._modules[part])
         parent._modules[part] = child
         parent = child
-    parent._modules[name] = _HeadInput(input_width)
+    parent._modules[name] = nn.Identity()
     return trunk
 
 
@@ -115,91 +94,129 @@ class BackboneFacts:
     What is known of a backbone, whatever its experts: computed once for the weights that it has.
 
     Attributes:
-        fingerprint (`str` or `None`):
-            SHA-256 over the sorted digests of the trunk's tensors, without the head and without names. `None` while
-            the weights are on the meta device.
+        fingerprint (`str` or `None`): See [`fingerprint`]. `None` while the weights are on the meta device.
+        old_fingerprint (`str` or `None`): As experts have it that were trained before tensors' places counted.
+        settings (`dict`): Those of [`SETTINGS`] that the model's config has, and `norm_eps` of its normalizations.
         architecture (`dict`): The model's class and its config, without the entries that do not move [CLS].
+        image_size (`int` or `None`): Side of the images that the model takes, in pixels.
     """
 
     _known: ClassVar[WeakKeyDictionary[nn.Module, BackboneFacts]] = WeakKeyDictionary()
 
-    def __init__(self, model: nn.Module, tensors: list[Tensor], version: Any) -> None:
+    def __init__(self, model: nn.Module, tensors: list[Tensor], norm_eps: set[float], version: Any) -> None:
         self.version = version
-        self.fingerprint = None if any(t.is_meta for t in tensors) else fingerprint(tensors)
+        digests = [] if any(t.is_meta for t in tensors) else [digest(tensor) for tensor in tensors]
+        self.fingerprint = fingerprint(digests) if digests else None
+        self.old_fingerprint = fingerprint(sorted(digests)) if digests else None
         config = getattr(model, "config", None)
         settings: dict[str, Any] = getattr(config, "to_dict", dict)()
         self.architecture = {name: value for name, value in settings.items() if name not in NOT_OF_THE_TRUNK}
-        self.architecture["class"] = type(model).__qualname__
-        self.model_type = getattr(config, "model_type", None)
+        self.settings = _plain({**settings, **(settings.get("vision_config") or {})}, SETTINGS)
+        self.settings |= {"norm_eps": sorted(norm_eps)}
+        self.architecture |= {**self.settings, "class": type(model).__qualname__}
         self.image_size = _first(getattr(config, "image_size", None))
         self.patch_size = _first(getattr(config, "patch_size", None))
+        self.interpolates = getattr(config, "model_type", None) in INTERPOLATING
+        self.interpolates_if_asked = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
         self.channels = getattr(config, "num_channels", 3)
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-        self.device = None if first is None else first.device
-        self.dtype = None if first is None else first.dtype
-        self._reference: Reference | None = None
+        self.device, self.dtype = getattr(first, "device", None), getattr(first, "dtype", None)
+        self._references: dict[bool, Reference] = {}
 
     @classmethod
     def of(cls, model: nn.Module, head_name: str) -> BackboneFacts:
         """
-        Facts of a model whose head is called `head_name`, computed anew only when a tensor of the trunk was changed.
-        torch does not count edits through `.data`: they are noticed by a sample of each tensor's numbers, which may
-        miss an edit of a few numbers.
+        Facts of a model, computed anew only when a tensor of the trunk was changed. torch does not count edits through
+        `.data`: a sample of each tensor's numbers notices them, which may miss an edit of a few numbers.
         """
         # Of the trunk alone: to list the tensors of a thousand experts takes longer than to look at it.
-        state = _without_head(model, head_name).state_dict()
-        tensors = [value for value in state.values() if isinstance(value, Tensor)]
-        version = (tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference()), sample(tensors))
+        trunk = _without_head(model, head_name)
+        tensors = [t for t in trunk.state_dict().values() if isinstance(t, Tensor)]
+        # As the modules have it: a config may not name it, or name it otherwise.
+        eps = {e for module in trunk.modules() if isinstance(e := getattr(module, "eps", None), float)}
+        version = (tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference()), sample(tensors), eps)
         facts = cls._known.get(model)
         if facts is None or facts.version != version:
-            facts = cls._known[model] = cls(model, tensors, version)
+            facts = cls._known[model] = cls(model, tensors, eps, version)
         return facts
 
-    @torch.no_grad()
-    def reference(self, read: Callable[[Tensor], Tensor]) -> Reference:
+    def reference(self, read: Callable[..., Tensor], whitening: bool) -> Reference:
         """
-        Mean and deviation of [CLS] over the reference pictures, in float32, computed once. `read` maps pixel values
-        `(batch, channels, size, size)`, in [-1, 1], to [CLS] `(batch, d)`.
+        The reference of experts with or without whitening, measured once. `read` maps pixel values, and options of the
+        model, to [CLS] `(batch, d)`.
         """
-        if self._reference is not None:
-            return self._reference
-        if self.fingerprint is None:
-            raise ValueError(
-                "the reference needs the backbone's weights, which are on the meta device. Load them with "
-                "AutoModelForImageClassification.from_pretrained, outside of torch.device('meta')."
+        if whitening not in self._references:
+            if self.fingerprint is None or self.dtype is None or self.image_size is None:
+                lacking = "config.image_size" if self.image_size is None else "weights that are not on the meta device"
+                raise ValueError(
+                    f"the reference needs {lacking}. Load the backbone with from_pretrained. "
+                    "Use LucaConfig(reference=False) to train on [CLS] as it is."
+                )
+            size, options = self.image_size, {}
+            if self.patch_size and (self.interpolates or (whitening and self.interpolates_if_asked)):
+                side = SIDE // self.patch_size * self.patch_size if whitening else OLD_PATCHES * self.patch_size
+                size = min(size, max(side, self.patch_size))
+                options = {} if self.interpolates or size == self.image_size else {"interpolate_pos_encoding": True}
+            count = PICTURES if whitening else OLD_PICTURES
+            about = {"fingerprint": self.fingerprint, "settings": self.architecture, "pictures": [count, size]}
+            pictures = (count, size, self.channels, torch.empty(0, dtype=self.dtype, device=self.device))
+            self._references[whitening] = kept_reference(
+                about, lambda: measure_reference(partial(read, **options), *pictures)
             )
-        size = self.image_size
-        if size is None or self.dtype is None:
-            raise ValueError(
-                "the reference needs config.image_size and the backbone's weights, and this model lacks them. Use "
-                "LucaConfig(reference=False) to train on [CLS] as it is."
-            )
-        if self.model_type in INTERPOLATING and self.patch_size:
-            size = min(size, REFERENCE_PATCHES * self.patch_size)
-        pictures = torch.from_numpy(draw_reference_pictures(REFERENCE_PICTURES, size)).permute(0, 3, 1, 2)
-        if self.channels != 3:
-            pictures = pictures.float().mean(dim=1, keepdim=True).expand(-1, self.channels, -1, -1)
-        features = [
-            read((batch.to(self.device) / 127.5 - 1).to(self.dtype)).double()
-            for batch in tqdm(pictures.split(REFERENCE_BATCH), desc="Reference pictures", leave=False, delay=2)
-        ]
-        z = torch.cat(features)  # (pictures, d)
-        std = z.std(dim=0)
-        # A dimension that never moves is left as it is.
-        self._reference = (z.mean(dim=0).float(), torch.where(std > 1e-6, std, torch.ones_like(std)).float())
-        return self._reference
+        return self._references[whitening]
 
 
-def fingerprint(tensors: list[Tensor]) -> str:
-    """SHA-256 over the sorted digests of tensors: of their type, shape and bytes, not of their names or order."""
-    digests = []
-    for tensor in tensors:
-        if type(tensor) not in (Tensor, nn.Parameter):  # torchao's quantized tensors have no bytes of their own
-            tensor = tensor.dequantize()
-        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        digests.append(digest.digest())
-    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
+def fingerprint(digests: list[bytes]) -> str:
+    """SHA-256 over the digests of a trunk's tensors in their order, which outlives their names in transformers."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def digest(tensor: Tensor) -> bytes:
+    """SHA-256 of a tensor's type, shape and bytes."""
+    if type(tensor) not in (Tensor, nn.Parameter):  # torchao's quantized tensors have no bytes of their own
+        tensor = tensor.dequantize()
+    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+def processor_facts(processing_class: Any) -> dict[str, Any] | None:
+    """What an image processor does to pixels, as JSON holds it; `None` if it does not say."""
+    processor = getattr(processing_class, "image_processor", processing_class)
+    settings = processor.to_dict() if hasattr(processor, "to_dict") else getattr(processor, "__dict__", {})
+    names = [name for step, names in STEPS.items() if settings.get(step) for name in (step, *names)]
+    return _plain(settings, names) or None
+
+
+def _plain(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of `values` that have one of the names and are not `None`, as they come back from a JSON file."""
+    found = {name: values[name] for name in names if values.get(name) is not None}
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return plain
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any], names: Iterable[str]) -> str:
+    """`size 224 there, 384 here`, for each name whose values differ."""
+    differing = [name for name in names if there.get(name) != here.get(name)]
+    return ", ".join(f"{name} {show(there.get(name))} there, {show(here.get(name))} here" for name in differing)
+
+
+def warn_of_processor(experts: Mapping[str, LucaConfig], processing_class: Any = None) -> None:
+    """
+    Warns of experts that were trained with another image processor than the one that is given, or, without it, than
+    that of the first expert whose processor is known. Names what differs.
+    """
+    known = {name: config.processor for name, config in experts.items() if config.processor}
+    here, whose = processor_facts(processing_class), "the one that is given"
+    if here is None and known:
+        here, whose = next(iter(known.values())), f"that of {next(iter(known))!r}"
+    differing = {name: there for name, there in known.items() if there != here}
+    if here and (moved := [_differences(there, here, PROCESSOR) for there in differing.values()]):
+        warnings.warn(
+            f"the experts {list_names(differing)} were trained with another image processor than {whose}: {moved[0]}. "
+            "They may be less accurate. Use the image processor of their training.",
+            stacklevel=3,
+        )
 
 
 def sample(tensors: list[Tensor]) -> bytes:
@@ -217,9 +234,9 @@ def _first(value: Any) -> int | None:
     return first if isinstance(first, int) else None
 
 
-def reference_distance(saved: Reference, measured: Reference) -> float:
+def reference_distance(saved: tuple[Tensor, ...], measured: tuple[Tensor, ...]) -> float:
     """Distance of two references, in deviations: root mean square over the dimensions of [CLS]."""
-    (mean, std), (other_mean, other_std) = saved, measured
+    (mean, std), (other_mean, other_std) = saved[:2], measured[:2]
     if mean.shape != other_mean.shape:
         return float("inf")
     shift = (other_mean.to(mean.device) - mean) / std
@@ -236,65 +253,63 @@ def check_backbone(
     model: nn.Module, head: Head, config: LucaConfig, adapter_name: str, state_dict: Mapping[str, Tensor]
 ) -> None:
     """
-    Compare the backbone with the one on which an expert was trained, before anything is changed: by fingerprint, and
-    where that differs (another dtype, a quantized trunk) by [CLS] on the reference pictures.
-
-    Raises:
-        ValueError: it is another backbone, and `config.allow_mismatch` is not set.
+    Compare the backbone with the one on which an expert was trained, before anything is changed: by fingerprint and
+    settings, and where they differ (another dtype, a quantized trunk) by [CLS] on the reference pictures.
     """
     if config.allow_mismatch or config.fingerprint is None:
         return
     backbone = BackboneFacts.of(model, head.name)
-    if backbone.fingerprint in (None, config.fingerprint):
+    if backbone.fingerprint is None:
+        return
+    settings, saved = config.backbone_settings, _saved_reference(state_dict)
+    is_old = settings is None  # its fingerprint knows neither places nor settings
+    found = backbone.old_fingerprint if is_old else backbone.fingerprint
+    # A setting that only one version of transformers or of this package knows is not compared.
+    names = [name for name in backbone.settings if name in (settings or ())]
+    differing = ["other weights"] if found != config.fingerprint else []
+    if moved := _differences(settings or {}, backbone.settings, names):
+        differing.append(f"other settings ({moved})")
+    if not differing and (not is_old or saved is None):
         return
     refusal = (
         f"expert {adapter_name!r} was trained on the backbone {config.fingerprint[:12]} "
-        f"({config.base_model_name_or_path or 'unnamed'}), but this one is {backbone.fingerprint[:12]} "
-        f"({getattr(model, 'name_or_path', '') or 'unnamed'})"
+        f"({config.base_model_name_or_path or 'unnamed'}), but this one is {str(found)[:12]} "
+        f"({getattr(model, 'name_or_path', '') or 'unnamed'}) with "
+        f"{' and '.join(differing) or 'its tensors in other places, or other settings'}"
     )
     remedy = "Load the backbone on which it was trained, or set allow_mismatch=True to load it all the same."
-    saved = _saved_reference(state_dict)
     if saved is None:
         raise ValueError(f"{refusal}, and it has no reference to compare [CLS] by. {remedy}")
-    with _eval_mode(model):
-        distance = reference_distance(saved, backbone.reference(partial(pooled_features, model, head)))
-    if not distance <= BACKBONE_TOLERANCE:
-        raise ValueError(
-            f"{refusal}: [CLS] on the reference pictures is {distance:.3g} deviations away, more than "
-            f"{BACKBONE_TOLERANCE}. {remedy}"
-        )
-    warnings.warn(
-        f"{refusal}. [CLS] on the reference pictures is only {distance:.2g} deviations away, as with another dtype or "
-        "a quantized trunk, so it was loaded.",
-        stacklevel=2,
-    )
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switches dropout off, and the modes of all modules back."""
+    tolerance = BACKBONE_TOLERANCE if differing == ["other weights"] else SETTINGS_TOLERANCE
     training = [module for module in model.modules() if module.training]
     try:
-        model.eval()
-        yield
+        model.eval()  # without dropout
+        read = partial(pooled_features, model, head)
+        distance = reference_distance(saved, backbone.reference(read, bool(config.whitening)))
     finally:
         for module in training:
             module.training = True
+    if not distance <= tolerance:
+        raise ValueError(
+            f"{refusal}: [CLS] on the reference pictures is {distance:.3g} deviations away, more than "
+            f"{tolerance}. {remedy}"
+        )
+    if differing:
+        warnings.warn(
+            f"{refusal}. [CLS] on the reference pictures is only {distance:.2g} deviations away, as with another "
+            "dtype or a quantized trunk, so it was loaded.",
+            stacklevel=2,
+        )
 
 
-def _saved_reference(tensors: Mapping[str, Tensor]) -> Reference | None:
+def _saved_reference(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     """The reference among an expert's tensors; `None` where it was never computed."""
     found = [t for part in ("mean", "std") for key, t in tensors.items() if key.endswith(f"luca_reference_{part}")]
     return (found[0], found[1]) if len(found) == 2 and not is_identity(*found) else None
 
 
 def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: Mapping[str, Tensor]) -> None:
-    """
-    Refuse weights of another backbone for an expert that the model has already: PEFT then never reads their config.
-
-    Raises:
-        ValueError: the reference in the file differs from the expert's.
-    """
+    """Refuses weights of another backbone for an expert that is there already: PEFT never reads their config then."""
     saved = _saved_reference(state_dict)
     here = layer.luca_reference_mean[adapter_name], layer.luca_reference_std[adapter_name]
     if saved is None or here[0].is_meta or is_identity(*here):
@@ -303,6 +318,5 @@ def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: Mappin
     if not distance <= BACKBONE_TOLERANCE:
         raise ValueError(
             f"these weights for expert {adapter_name!r} come from another backbone: their reference is {distance:.3g} "
-            f"deviations away from the expert's, more than {BACKBONE_TOLERANCE}. Load them under another name, on the "
-            "backbone on which they were trained."
+            f"deviations away from the expert's, more than {BACKBONE_TOLERANCE}. Load them on that backbone."
         )

@@ -9,7 +9,7 @@ from peft import PeftConfig
 from peft.utils import PeftType
 from PIL import ImageColor
 
-from ..utils import InvalidExpertError, check_classes
+from ..utils import InvalidExpertError, check_classes, show
 
 
 ARRANGEMENTS = ("adapter_calibrator", "calibrator_adapter", "parallel", "adapter", "calibrator")
@@ -21,7 +21,8 @@ POOLED = ("cls", "any")
 READ_WITH = "peft_luca: pip install peft-luca, then `import peft_luca` before loading this with PEFT"
 
 # Values of the fields that are left at None, unless a recipe of the trainer fills them first.
-OWN_RECIPE: dict[str, Any] = {"scale": 20.0, "positive_scale": True, "init_rows": "class_means", "reference": True}
+OWN_RECIPE: dict[str, Any] = {"scale": 20.0, "positive_scale": True, "init_rows": "class_means"}
+OWN_RECIPE |= {"reference": True, "whitening": True}
 
 
 def _field(default: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:
@@ -40,8 +41,7 @@ class LucaConfig(PeftConfig):
             Defaults to the names in the base model's `config.id2label`.
         reduction (`int`, *optional*, defaults to `16`):
             Both branches are `d // reduction` wide, where d is the width of [CLS] (768 → 48).
-        adapter_width, calibrator_width (`int`, *optional*):
-            Widths of the branches' bottlenecks, in place of `d // reduction`.
+        adapter_width, calibrator_width (`int`, *optional*): Widths of the branches, in place of `d // reduction`.
         arrangement (`str`, *optional*, defaults to `"adapter_calibrator"`):
             `"adapter_calibrator"` is the method: learn, then calibrate. `"calibrator_adapter"`, `"parallel"`
             (z ⊙ gate(z) + LN(mlp(z))), `"adapter"` and `"calibrator"` are the paper's ablations.
@@ -58,6 +58,9 @@ class LucaConfig(PeftConfig):
         reference (`bool`, *optional*, defaults to `True`):
             Standardize [CLS] before LuCA by the backbone's mean and deviation over a fixed set of drawn pictures (see
             [`LucaModel.compute_reference`]). Until that has been computed it is the identity.
+        whitening (`bool`, *optional*, defaults to the value of `reference`):
+            Whiten the standardized [CLS] by the covariance of the drawn pictures and of the expert's own training
+            images within their classes, as z - W·Wᵀ·z. An expert that was trained before there was whitening has none.
         pooled (`str`, *optional*, defaults to `"cls"`):
             `"cls"` accepts only models whose head reads [CLS]. `"any"` accepts any pooled vector, which is outside
             the method.
@@ -66,14 +69,13 @@ class LucaConfig(PeftConfig):
         white_level (`float`, *optional*):
             Value of white in images of more than 8 bits, such as 4095 for 12 bits; the same for all experts. By
             default 65535 for integers and 1 for floats.
-        target_modules (`str` or `list[str]`, *optional*):
-            Name of the model's head. Not needed for the image classifiers of transformers.
+        target_modules (`str` or `list[str]`, *optional*): Name of the model's head, if it is no `classifier`.
         fingerprint (`str`, *optional*):
-            Digest of the backbone on which the expert was trained. Filled in by [`LucaModel`].
-        allow_mismatch (`bool`, *optional*, defaults to `False`):
-            Load the expert even on a backbone on which it was not trained. Not saved.
-        read_with (`str`, *optional*):
-            What is needed to load the file. Filled in.
+            Digest of the tensors of the backbone on which the expert was trained, in their places. Filled in.
+        backbone_settings (`dict`, *optional*): The backbone's settings that move [CLS]. Filled in.
+        processor (`dict`, *optional*): What the image processor of its training images does. Filled in.
+        allow_mismatch (`bool`, *optional*, defaults to `False`): Load on any backbone. Not saved.
+        read_with (`str`, *optional*): What is needed to load the file. Filled in.
 
     Raises:
         ValueError: a field has a value that is not among those above, or `task_type` is set.
@@ -89,11 +91,14 @@ class LucaConfig(PeftConfig):
     positive_scale: bool | None = _field(None, "Keep the scale positive.", (True, False))
     init_rows: str | None = _field(None, "Initial class rows.", ROW_INITS)
     reference: bool | None = _field(None, "Standardize [CLS] by the reference pictures.", (True, False))
+    whitening: bool | None = _field(None, "Whiten the standardized [CLS].", (True, False))
     pooled: str = _field("cls", "Accepted input of the head.", POOLED)
     background: str = _field("white", "Colour behind transparent pixels.")
     white_level: float | None = _field(None, "Value of white in images of more than 8 bits.")
     target_modules: list[str] | str | None = _field(None, "Name of the model's head.")  # noqa: RUF009
     fingerprint: str | None = _field(None, "Digest of the backbone. Filled in.")
+    backbone_settings: dict[str, Any] | None = _field(None, "The backbone's settings. Filled in.")  # noqa: RUF009
+    processor: dict[str, Any] | None = _field(None, "The image processor's settings. Filled in.")  # noqa: RUF009
     allow_mismatch: bool = _field(False, "Load on another backbone too. Not saved.")
     read_with: str = _field(READ_WITH, "What loads this file. Filled in.")
     # Not a field: files of peft_luca 0.1 have the key, and PEFT passes each key of a file to the constructor.
@@ -111,8 +116,8 @@ class LucaConfig(PeftConfig):
         self.filled: set[str] = set()  # fields that were left at None and have been filled
         if self.task_type is not None:
             raise ValueError(
-                f"task_type is {self.task_type!r}, but LucaConfig needs task_type=None: PEFT has no type for images, "
-                "and its types would move the head away from the expert, which owns its class rows."
+                f"task_type is {self.task_type!r}, but LucaConfig needs task_type=None: PEFT's types would move the "
+                "head away from the expert, which owns its class rows."
             )
         for entry in fields(self):
             choices, value = entry.metadata.get("choices"), getattr(self, entry.name)
@@ -124,6 +129,9 @@ class LucaConfig(PeftConfig):
             value = getattr(self, name)
             if not (type(value) is int and value >= 1) and (value is not None or name == "reduction"):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        for name in ("backbone_settings", "processor"):
+            if not isinstance(getattr(self, name), (dict, type(None))):
+                raise ValueError(f"{name} must be a dict, got {show(getattr(self, name))}.")
         for name in ("scale", "white_level"):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -131,6 +139,12 @@ class LucaConfig(PeftConfig):
                 raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
         if not isinstance(self.background, str) or len(ImageColor.getrgb(self.background)) != 3:
             raise ValueError(f"background must be the name of a colour, such as 'white', got {self.background!r}.")
+        if self.whitening and self.reference is False:
+            raise ValueError("whitening=True needs reference=True: the standardized [CLS] is what is whitened.")
+        if self.whitening and self.reference is None:
+            self.reference = True
+        if self.whitening is None and (self.fingerprint is not None or self.reference is False):
+            self.whitening = False  # a file of a trained expert that does not name it is older than whitening
         if self.classes is not None:
             self.classes = check_classes(self.classes)
 
@@ -142,13 +156,19 @@ class LucaConfig(PeftConfig):
                 self.filled.add(name)
         return self
 
+    @property
+    def images(self) -> dict[str, Any]:
+        """How images are read: arguments of [`~peft_luca.preprocessing.read_image`]."""
+        return {"background": self.background, "white_level": self.white_level}
+
     def template(self) -> LucaConfig:
         """Returns a copy for other experts: what was filled in is None again, and no backbone is named."""
         filled: dict[str, Any] = dict.fromkeys(self.filled)
-        return replace(self, fingerprint=None, inference_mode=False, **filled)
+        facts: dict[str, Any] = dict.fromkeys(("fingerprint", "backbone_settings", "processor"))
+        return replace(self, inference_mode=False, **facts, **filled)
 
     def widths(self, width: int) -> tuple[int, int]:
-        """Widths of the adapter's and of the calibrator's bottleneck, for a [CLS] of `width` numbers."""
+        """Widths of the adapter's and of the calibrator's bottleneck, for [CLS] of width d."""
         reduced = width // self.reduction
         widths = (self.adapter_width or reduced, self.calibrator_width or reduced)
         if min(widths) < 1:

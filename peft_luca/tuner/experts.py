@@ -11,14 +11,14 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from ..routing import Router
 from ..routing.statistics import ClassStatistics
 from .config import LucaConfig
+from .reference import whitened_directions
 
 
-MERGE_REFUSED = (
-    "a LuCA expert cannot be merged: it does not change the backbone's weights, it is a module between [CLS] and its "
-    "own class rows. Use the model as it is, or call unload() to get the backbone back."
-)
+ADAPTER = ("luca_adapter_down", "luca_adapter_up", "luca_adapter_norm")
+CALIBRATOR = ("luca_calibrator_down", "luca_calibrator_up")
 
 
 class NewExpert(NamedTuple):
@@ -30,33 +30,21 @@ class NewExpert(NamedTuple):
 
 
 class ExpertStore(nn.Module, BaseTunerLayer):
-    """
-    Holds every expert's LuCA module, class rows and reference. [`LucaLayer`] computes with them.
+    """Holds every expert's LuCA module, class rows and reference. [`LucaLayer`] computes with them."""
 
-    Args:
-        base_layer (`nn.Module`): The model's head.
-        width (`int`): d, the width of [CLS].
-        input_width (`int`): Width of the head's input: [CLS] comes first if it is wider than d.
-    """
-
-    adapter_layer_names = (
-        "luca_adapter_down",
-        "luca_adapter_up",
-        "luca_adapter_norm",
-        "luca_calibrator_down",
-        "luca_calibrator_up",
-        "luca_class_rows",
-        "luca_scale",
-    )
-    other_param_names = ("luca_reference_mean", "luca_reference_std")
+    module_names = (*ADAPTER, *CALIBRATOR)  # the LuCA module: neither the rows nor σ
+    adapter_layer_names = (*module_names, "luca_class_rows", "luca_scale")
+    other_param_names = ("luca_reference_mean", "luca_reference_std", "luca_whitening")
     containers = (*adapter_layer_names, *other_param_names)
-    module_names = adapter_layer_names[:5]  # the LuCA module: neither the rows nor σ
 
     def __init__(self, base_layer: nn.Module, width: int, input_width: int) -> None:
         super().__init__()
         self.base_layer = base_layer
         self.width = width
         self.input_width = input_width
+        # The shape of the base model's head, which other code asks a head for.
+        self.in_features, self.out_features = input_width, int(getattr(base_layer, "out_features", input_width))
+        self.router: Router | None = None
         self.luca_adapter_down = nn.ModuleDict()
         self.luca_adapter_up = nn.ModuleDict()
         self.luca_adapter_norm = nn.ModuleDict()
@@ -66,12 +54,11 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         self.luca_scale = nn.ParameterDict()
         self.luca_reference_mean = BufferDict(persistent=True)
         self.luca_reference_std = BufferDict(persistent=True)
+        self.luca_whitening = BufferDict(persistent=True)
         self.configs: dict[str, LucaConfig] = {}
         self.base_labels: Any = None  # labels and loss of the base model, kept by LucaModel
         self.statistics: dict[str, ClassStatistics] = {}  # kept beside the experts, not among their weights
         self._active_adapter = []
-        self._disable_adapters = False
-        self.merged_adapters = []
         self._experts: Any = None  # what routers see of the experts; made anew when they change
 
     def update_layer(self, adapter_name: str, config: LucaConfig) -> None:
@@ -94,6 +81,8 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         self.luca_scale[adapter_name] = nn.Parameter(torch.tensor(float(config.scale or 1.0)))
         self.luca_reference_mean[adapter_name] = torch.zeros(d)
         self.luca_reference_std[adapter_name] = torch.ones(d)
+        if config.whitening:
+            self.luca_whitening[adapter_name] = torch.zeros(d, whitened_directions(d))
         self.configs[adapter_name] = config
         self._experts = None
         self._move_adapter_to_device_of_base_layer(adapter_name)
@@ -108,19 +97,15 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         alone.train(self.training)
         alone.load_expert(adapter_name, tensors)
         for container in self.containers:
-            if adapter_name in getattr(alone, container):
-                getattr(self, container)[adapter_name] = getattr(alone, container)[adapter_name]
+            getattr(self, container).update(getattr(alone, container))
         self.configs[adapter_name] = config
         self._experts = None
 
     def _warn_of_other_images(self, adapter_name: str, config: LucaConfig) -> None:
-        first = next(iter(self.configs.values()), config)
-        for name in ("background", "white_level"):
-            if getattr(first, name) != (other := getattr(config, name)):
-                message = (
-                    f"expert {adapter_name!r} was trained with {name}={other!r}, but images are read for all experts"
-                )
-                warnings.warn(f"{message} with that of the first one, {getattr(first, name)!r}.", stacklevel=2)
+        first = next(iter(self.configs.values()), config).images
+        if first != config.images:
+            message = f"expert {adapter_name!r} was trained with {config.images}, but images are read for all experts"
+            warnings.warn(f"{message} with {first}, as the first one was.", stacklevel=2)
 
     @torch.no_grad()
     def load_expert(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -145,24 +130,17 @@ class ExpertStore(nn.Module, BaseTunerLayer):
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
-        for buffers in (self.luca_reference_mean, self.luca_reference_std):
+        for buffers in (self.luca_reference_mean, self.luca_reference_std, self.luca_whitening):
             # Statistics keep their precision in a half-precision model.
             if adapter_name in buffers and buffers[adapter_name].dtype in (torch.float16, torch.bfloat16):
                 buffers[adapter_name] = buffers[adapter_name].float()
 
-    def merge(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(MERGE_REFUSED)
-
-    unmerge = merge
-
     def duplicate_of(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> str | None:
         """Another expert that has exactly these weights, which are named as those of `adapter_name`."""
-        here = self.state_dict()
-        for other in self.configs:
-            names = {key: key.replace(f".{adapter_name}", f".{other}", 1) for key in tensors}
-            if other != adapter_name and all(
-                name in here and not here[name].is_meta and torch.equal(here[name], tensors[key].to(here[name]))
-                for key, name in names.items()
+        for other in (name for name in self.configs if name != adapter_name):
+            theirs = {key.replace(f".{other}", f".{adapter_name}", 1): t for key, t in self.tensors(other).items()}
+            if theirs.keys() == tensors.keys() and all(
+                not tensor.is_meta and torch.equal(tensor, tensors[key].to(tensor)) for key, tensor in theirs.items()
             ):
                 return other
         return None
@@ -185,10 +163,6 @@ class ExpertStore(nn.Module, BaseTunerLayer):
             if adapter_name in getattr(self, container)
             for name, parameter in getattr(self, container)[adapter_name].named_parameters()
         }
-
-    def l1_penalty(self, adapter_name: str) -> Tensor:
-        """Σ|θ| over the expert's LuCA parameters, a scalar: the sum, and neither the rows nor σ (paper, §3)."""
-        return torch.stack([p.abs().sum() for p in self.luca_parameters(adapter_name).values()]).sum()
 
 
 def _xavier(linear: nn.Linear) -> nn.Linear:

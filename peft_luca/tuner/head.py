@@ -8,6 +8,7 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from ..utils import NAME_RULE
@@ -31,14 +32,12 @@ class Head(NamedTuple):
 
 
 def find_head(model: Any, config: LucaConfig) -> Head:
-    """
-    Finds the one head that the LuCA layer replaces, in a model that is not wrapped in a `PeftModel`, by the
-    `target_modules` and `pooled` of the config. Raises a `ValueError` if there is not exactly one that fits.
-    """
+    """Finds the one head of an image classifier, not wrapped in a `PeftModel`, that the LuCA layer replaces."""
     kind = type(model).__name__
     if kind.endswith("WithTeacher"):
         raise ValueError(f"{kind} has two heads on two tokens. Load the same weights as DeiTForImageClassification.")
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    model_config: Any = getattr(model, "config", None)
+    model_type = getattr(model_config, "model_type", None)
     targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
     modules = {name: module for name, module in model.named_modules() if ".base_layer" not in name}
     if targets:
@@ -55,9 +54,27 @@ def find_head(model: Any, config: LucaConfig) -> Head:
             "AutoModelForImageClassification, or name its head with LucaConfig(target_modules=['...'])."
         )
     name, module = matches[0], modules[matches[0]]
+    if _is_in_trunk(name, model, model_type):
+        raise ValueError(
+            f"target_modules names {name!r}, a part of the trunk of {kind}, but LuCA takes the place of the head. "
+            "Leave target_modules out. Do not load an expert whose file asks for this."
+        )
     if isinstance(module, LucaLayer):
         return Head(name, module.width, module.input_width)
-    input_width = _input_width(model, name, module)
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        raise ValueError(
+            f"the head {name!r} of {kind} belongs to another adapter, by its modules_to_save or the like. Make that "
+            "adapter part of the backbone first: merge_and_unload()."
+        )
+    parts = 2 if model_type in CLS_AND_PATCHES else 1
+    input_width = getattr(module, "in_features", None)
+    if isinstance(module, nn.Identity) and getattr(model_config, "hidden_size", None):  # of a base without labels
+        input_width = parts * model_config.hidden_size
+    if not isinstance(input_width, int):
+        raise ValueError(
+            f"the head {name!r} of {kind} is a {type(module).__name__}, but LuCA needs a Linear, or an Identity in a "
+            "model with config.hidden_size. Load the model with num_labels of 1 or more, or name the Linear inside."
+        )
     # The user, who has named the head of a model that nobody can know, vouches for what it reads.
     vouched = bool(targets) and model_type not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
     if config.pooled != "any" and not vouched and not _reads_cls(model, model_type):
@@ -65,32 +82,18 @@ def find_head(model: Any, config: LucaConfig) -> Head:
             f"the head of {kind} does not read [CLS] but another pooled vector, which is outside the method. Use a "
             "ViT or DINOv2 classifier, or set LucaConfig(pooled='any') to use what the head reads."
         )
-    return Head(name, input_width // 2 if model_type in CLS_AND_PATCHES else input_width, input_width)
+    return Head(name, input_width // parts, input_width)
 
 
-def _input_width(model: Any, name: str, module: nn.Module) -> int:
-    """Width of what enters the head."""
-    kind, model_config = type(model).__name__, getattr(model, "config", None)
-    if isinstance(module, AuxiliaryTrainingWrapper):
-        raise ValueError(
-            f"the head {name!r} of {kind} belongs to another adapter, by its modules_to_save or the like, which PEFT "
-            "would write into the expert's files. Make that adapter part of the backbone first: merge_and_unload()."
-        )
-    width = getattr(module, "in_features", None)
-    if isinstance(module, nn.Identity):  # of a base without labels
-        width = getattr(model_config, "hidden_size", None)
-        if width is None:
-            raise ValueError(
-                f"the head {name!r} of {kind} is an Identity of unknown width: config.hidden_size does not say it. "
-                "Load the model with num_labels of 1 or more."
-            )
-        width *= 2 if getattr(model_config, "model_type", None) in CLS_AND_PATCHES else 1
-    if not isinstance(width, int):
-        raise ValueError(
-            f"the head {name!r} of {kind} is a {type(module).__name__}, but LuCA reads one pooled vector and needs a "
-            "Linear (or Identity) head."
-        )
-    return width
+def _is_in_trunk(name: str, model: Any, model_type: str | None) -> bool:
+    """Whether a module of transformers' model is not its head. Of another model only its user knows."""
+    if model_type == "timm_wrapper":
+        return model.get_submodule(name) is not model.timm_model.get_classifier()
+    top, *inside = name.split(".")
+    trunks = (
+        [top] if top != "classifier" and hasattr(model, "classifier") else [getattr(model, "base_model_prefix", "")]
+    )
+    return isinstance(model, PreTrainedModel) and bool(inside) and top in trunks
 
 
 def _reads_cls(model: Any, model_type: str | None) -> bool:
@@ -119,9 +122,9 @@ def check_expert_name(name: str, model: nn.Module, head_name: str = "") -> None:
             "them, start with a letter or digit, do not start with 'luca', and are none of the model's own names "
             "(such as 'classifier', 'weight' or 'keys'): with those PEFT loses tensors when it saves."
         )
-    for other in [other for layer in luca_layers(model) for other in layer.configs if other != name]:
-        if other.lower() == name.lower():
+    for other in (other for layer in luca_layers(model) for other in layer.configs):
+        if other != name and other.lower() == name.lower():
             raise ValueError(
-                f"an expert cannot be called {name!r}, for there is one called {other!r}: file systems that do not "
-                "tell capital letters from small ones would save both into one folder. Take another name."
+                f"an expert cannot be called {name!r}, for there is one called {other!r}: some file systems would "
+                "save both into one folder. Take another name."
             )

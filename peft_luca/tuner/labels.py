@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+
+from .layer import luca_layers
 
 
 class Labels(NamedTuple):
@@ -20,16 +22,13 @@ class Labels(NamedTuple):
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Labels:
-        """The labels and the loss that a model has now."""
+        """The labels and the loss of a base model, also if experts in it have set others since."""
+        for layer in luca_layers(model):
+            return layer.base_labels
         config = getattr(model, "config", None)
-        id2label, label2id = getattr(config, "id2label", None), getattr(config, "label2id", None)
-        return cls(
-            None if id2label is None else dict(id2label),
-            None if label2id is None else dict(label2id),
-            # Only what was set on the model itself: otherwise transformers finds the loss by the model's class.
-            model.__dict__.get("_loss_function"),
-            getattr(config, "problem_type", None),
-        )
+        id2label, label2id = (copy.copy(getattr(config, name, None)) for name in ("id2label", "label2id"))
+        # Only the loss that was set on the model itself: otherwise transformers finds it by the model's class.
+        return cls(id2label, label2id, vars(model).get("_loss_function"), getattr(config, "problem_type", None))
 
     @classmethod
     def of_classes(cls, classes: Iterable[str]) -> Labels:
@@ -41,8 +40,7 @@ class Labels(NamedTuple):
         """Class names of the base model: those of its config, or the numbers of its outputs."""
         if self.id2label:
             return [str(self.id2label[i]) for i in sorted(self.id2label)]
-        base = head.get_base_layer() if isinstance(head, BaseTunerLayer) else head
-        outputs = getattr(base, "out_features", 0)
+        outputs = getattr(getattr(head, "base_layer", head), "out_features", 0)
         if not outputs:
             raise ValueError("the base model has no labels to take class names from: pass LucaConfig(classes=[...]).")
         return [str(i) for i in range(outputs)]
@@ -52,8 +50,7 @@ class Labels(NamedTuple):
         config: Any = getattr(model, "config", None)
         if self.id2label is None or not hasattr(config, "id2label"):
             return
-        config.id2label = dict(self.id2label)
-        config.label2id = self.label2id and dict(self.label2id)
+        config.id2label, config.label2id = dict(self.id2label), copy.copy(self.label2id)
         config.problem_type = self.problem_type
         if hasattr(model, "num_labels"):
             model.num_labels = len(self.id2label)
@@ -66,14 +63,8 @@ class Labels(NamedTuple):
 def cross_entropy(
     labels: Tensor, logits: Tensor, config: Any = None, num_items_in_batch: Any = None, **kwargs: Any
 ) -> Tensor:
-    """
-    Cross-entropy over any number of classes. The loss of transformers takes a single class for a regression.
-
-    Args:
-        labels (`torch.Tensor` of shape `(batch,)`): Class ids; -100 is ignored.
-        logits (`torch.Tensor` of shape `(batch, classes)`): Logits.
-        num_items_in_batch (`int`, *optional*): Divides the sum, for gradient accumulation.
-    """
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = F.cross_entropy(logits.float(), labels.to(logits.device), reduction=reduction)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    """Cross-entropy of logits `(batch, classes)`. The loss of transformers takes a single class for a regression."""
+    labels = labels.to(logits.device)
+    if num_items_in_batch is None:
+        return F.cross_entropy(logits.float(), labels)
+    return F.cross_entropy(logits.float(), labels, reduction="sum") / num_items_in_batch

@@ -1,5 +1,4 @@
-"""The layer that takes the place of the model's head: [CLS] → adapter → calibrator → class scores, for every "
-"expert."""
+"""The layer in the place of the model's head: [CLS] → adapter → calibrator → class scores, for every expert."""
 
 from __future__ import annotations
 
@@ -22,12 +21,14 @@ from .experts import ExpertStore, NewExpert
 
 # Of all layers, since a layer that holds a lock could not be copied or pickled.
 _PREPARING = threading.RLock()
-_DEFAULT_ROUTER = make_router("entropy")
+_DEFAULT_ROUTER = make_router("auto")
 
 
 class LucaExperts:
-    """The experts of a layer as routers see them; see [`~peft_luca.routing.Experts`]. A layer makes a new one whenever
-    its experts change. With `new` experts, a router can be prepared before they are added."""
+    """
+    A layer's experts as routers see them, made anew when they change; see [`~peft_luca.routing.Experts`]. With `new`
+    experts, a router can be prepared before they are added.
+    """
 
     def __init__(self, layer: LucaLayer, device: torch.device, new: Mapping[str, NewExpert] | None = None) -> None:
         self.layer = layer
@@ -36,12 +37,11 @@ class LucaExperts:
         configs = layer.configs | {name: expert.config for name, expert in self.new.items()}
         self.names = list(configs)
         self.label_space = LabelSpace({name: config.classes or () for name, config in configs.items()}, device)
-        order = sorted(range(len(self.names)), key=self.names.__getitem__)
-        self.by_name = torch.tensor(order, device=device)
+        self.by_name = torch.tensor(sorted(range(len(self.names)), key=self.names.__getitem__), device=device)
         self.statistics: Mapping[str, ClassStatistics] = layer.statistics | {
             name: expert.statistics for name, expert in self.new.items() if expert.statistics is not None
         }
-        self._prepared: list[tuple[Router, Any]] = []
+        self._prepared: list[tuple[Router, Any]] = []  # no dict: torch.compile cannot hash a router
 
     def new_are_added(self, layer: LucaLayer) -> None:
         """The new experts are in the layer now. What was prepared for routers is kept."""
@@ -52,6 +52,9 @@ class LucaExperts:
 
     def expert_logits(self, features: Tensor, name: str) -> Tensor:
         return self.layer.expert_logits(features, name)
+
+    def scale(self, name: str) -> Tensor:
+        return self.layer.scale(name)
 
     def unit_features(self, features: Tensor) -> Tensor:
         return self.layer.unit_features(features, min(self.names))
@@ -79,28 +82,8 @@ class LucaExperts:
 class LucaLayer(ExpertStore):
     """
     Wraps the head of an image classifier. With one expert active it returns the expert's K logits; with a router,
-    logits over all C classes of all experts.
-
-    Args:
-        base_layer (`nn.Module`): The model's head.
-        width (`int`): d, the width of [CLS].
-        input_width (`int`): Width of the head's input: [CLS] comes first if it is wider than d.
+    logits over all C classes of all experts. Of the input, `input_width` wide, [CLS] is the first d = `width` numbers.
     """
-
-    def __init__(self, base_layer: nn.Module, width: int, input_width: int) -> None:
-        super().__init__(base_layer, width, input_width)
-        self.router: Router | None = None
-        self._experts: LucaExperts | None = None
-
-    @property
-    def in_features(self) -> int:
-        """Width of the head's input, which other code asks a head for."""
-        return self.input_width
-
-    @property
-    def out_features(self) -> int:
-        """Outputs of the base model's head."""
-        return int(getattr(self.base_layer, "out_features", self.input_width))
 
     def __repr__(self) -> str:
         # Without the modules of every expert, of which there may be a thousand.
@@ -112,7 +95,8 @@ class LucaLayer(ExpertStore):
         if self.disable_adapters or not self.active_adapters:
             active = "none (the base model's own head)"
         else:
-            active = f"router {self.router!r}" if self.router else f"expert {self.active_adapters[0]!r}"
+            router = self.router.describe(self.experts) if self.router else None
+            active = f"router {router}" if router else f"expert {self.active_adapters[0]!r}"
         classes_known = pluralize(len(self.label_space.classes), "class")
         lines = [f"{pluralize(len(self.configs), 'expert')}, {classes_known}; active: {active}"]
         for name, config in list(self.configs.items())[:limit]:
@@ -124,8 +108,6 @@ class LucaLayer(ExpertStore):
             lines.append(f"… and {pluralize(len(self.configs) - limit, 'more expert')}")
         return lines
 
-    # ---- from [CLS] to logits ------------------------------------------------------------------------------------
-
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
         """
         The input of the head, `(batch, input width)` → logits: `(batch, K)` of the active expert; `(batch, C)` with a
@@ -134,11 +116,9 @@ class LucaLayer(ExpertStore):
         if self.disable_adapters or not self.active_adapters:
             output: Tensor = self.base_layer(x, *args, **kwargs)
             return output
-        z = self.pooled(x)
-        return self.logits(z) if adapter_names is None else self.mixed_logits(z, adapter_names)
-
-    def logits(self, z: Tensor) -> Tensor:
-        """[CLS] `(batch, d)` → logits of the active expert, `(batch, K)`, or of the router, `(batch, C)`."""
+        z = cls_of(x, self.width, self.input_width).detach()  # the trunk is frozen
+        if adapter_names is not None:
+            return self.mixed_logits(z, adapter_names)
         if self.router is not None:
             return self.route_features(z).logits
         return self.expert_logits(z, self.active_adapters[0])
@@ -156,49 +136,36 @@ class LucaLayer(ExpertStore):
             logits.update(zip(images, self.scores(z[images], [name])[:, 0], strict=True))
         return torch.stack([logits[i] for i in range(len(z))])
 
-    def pooled(self, x: Tensor) -> Tensor:
-        """The input of the head → [CLS] `(batch, d)`, detached since the trunk is frozen."""
-        if x.ndim != 2 or x.shape[-1] != self.input_width:
-            raise ValueError(
-                f"the head reads a tensor of shape (batch, {self.input_width}), got {tuple(x.shape)}. LuCA reads one "
-                "pooled vector per image."
-            )
-        return x.detach()[:, : self.width]  # (batch, d)
-
     def standardize(self, z: Tensor, adapter_name: str) -> Tensor:
-        """Standardizes [CLS] by the expert's reference, `(batch, d)` → `(batch, d)`."""
+        """Standardizes and whitens [CLS] by the expert's reference, `(batch, d)` → `(batch, d)`."""
         if self.configs[adapter_name].reference:
             z = (z - self.luca_reference_mean[adapter_name]) / self.luca_reference_std[adapter_name]
+        if self.configs[adapter_name].whitening:
+            directions = self.luca_whitening[adapter_name].to(z.dtype)  # (d, r)
+            z = z - (z @ directions) @ directions.T
         return self._cast_input_dtype(z, self.luca_class_rows[adapter_name].dtype)
 
     def luca(self, z: Tensor, adapter_name: str) -> Tensor:
-        """LuCA(z), `(batch, d)` → `(batch, d)`: standardize by the reference, then adapt and calibrate (paper, §3)."""
+        """LuCA(z), `(batch, d)` → `(batch, d)`: standardize and whiten, then adapt and calibrate (paper, §3)."""
         config, z = self.configs[adapter_name], self.standardize(z, adapter_name)
-        if config.arrangement == "adapter":
-            return self._adapt(z, adapter_name)
-        if config.arrangement == "calibrator":
-            return z * self._gate(z, adapter_name)
-        if config.arrangement == "adapter_calibrator":
-            adapted = self._adapt(z, adapter_name)
-            return adapted * self._gate(adapted, adapter_name)
-        if config.arrangement == "calibrator_adapter":
-            return self._adapt(z * self._gate(z, adapter_name), adapter_name)
-        mlp = self._mlp(z, adapter_name)
-        parallel: Tensor = z * self._gate(z, adapter_name) + self.luca_adapter_norm[adapter_name](mlp)
-        return parallel
+        if config.arrangement == "parallel":
+            return self._adapt(z, adapter_name, z * self._gate(z, adapter_name), "before_residual")
+        for branch in config.arrangement.split("_"):
+            if branch == "adapter":
+                z = self._adapt(z, adapter_name, z, config.norm_position)
+            else:
+                z = z * self._gate(z, adapter_name)
+        return z
 
-    def _mlp(self, z: Tensor, adapter_name: str) -> Tensor:
-        hidden = F.gelu(self.luca_adapter_down[adapter_name](z))
-        mlp: Tensor = self.luca_adapter_up[adapter_name](hidden)
-        return mlp
-
-    def _adapt(self, z: Tensor, adapter_name: str) -> Tensor:
-        mlp, norm = self._mlp(z, adapter_name), self.luca_adapter_norm[adapter_name]
-        before = self.configs[adapter_name].norm_position == "before_residual"
-        adapted: Tensor = z + norm(mlp) if before else norm(z + mlp)
+    def _adapt(self, z: Tensor, adapter_name: str, residual: Tensor, norm_position: str) -> Tensor:
+        """LN(residual + mlp(z)), or residual + LN(mlp(z)); all are `(batch, d)`."""
+        mlp = self.luca_adapter_up[adapter_name](F.gelu(self.luca_adapter_down[adapter_name](z)))
+        norm = self.luca_adapter_norm[adapter_name]
+        adapted: Tensor = norm(residual + mlp) if norm_position == "after_residual" else residual + norm(mlp)
         return adapted
 
     def _gate(self, z: Tensor, adapter_name: str) -> Tensor:
+        """The factors of the calibrator, between 0 and 1, `(batch, d)` → `(batch, d)`."""
         hidden = F.relu(self.luca_calibrator_down[adapter_name](z))
         return torch.sigmoid(self.luca_calibrator_up[adapter_name](hidden))
 
@@ -214,15 +181,8 @@ class LucaLayer(ExpertStore):
 
     def scores(self, z: Tensor, adapter_names: list[str] | None = None) -> Tensor:
         """
-        Scores of all C classes under each expert: σ_t · cos(LuCA_t(z), row of c). The row is the expert's own if it
-        has the class, otherwise the best over the experts that have it.
-
-        Args:
-            z (`torch.Tensor` of shape `(batch, d)`): [CLS] vectors.
-            adapter_names (`list[str]`, *optional*): The experts; all by default, in their order.
-
-        Returns:
-            `torch.Tensor` of shape `(batch, experts, C)`.
+        Scores of all C classes under each expert, or each of `adapter_names`, `(batch, d)` → `(batch, experts, C)`:
+        σ_t · cos(LuCA_t(z), row of c). If the expert lacks the class, the best row of the experts that have it counts.
         """
         space = self.label_space
         rows = torch.cat([F.normalize(self.luca_class_rows[name], dim=-1) for name in self.configs])  # (rows, d)
@@ -233,28 +193,15 @@ class LucaLayer(ExpertStore):
 
         return torch.stack([scores_of(name) for name in adapter_names or self.configs], dim=1)
 
-    def route_features(self, z: Tensor, expert: Tensor | None = None) -> RoutingOutput:
-        """
-        Routes [CLS] vectors with the router that is set, or by entropy.
-
-        Args:
-            z (`torch.Tensor` of shape `(batch, d)`): [CLS] vectors.
-            expert (`torch.Tensor` of shape `(batch,)`, *optional*):
-                Position of the expert that answers each image, in place of the router's choice.
-        """
-        router = OracleRouter(expert) if expert is not None else self.router or _DEFAULT_ROUTER
+    def route_features(self, z: Tensor, expert: Tensor | None = None, router: Router | None = None) -> RoutingOutput:
+        """See [`LucaModel.route_features`]. `router` is used in place of the one that is set."""
+        router = OracleRouter(expert) if expert is not None else router or self.router or _DEFAULT_ROUTER
         # A graph that is compiled or exported holds for every batch size, and splitting would fix it.
         experts = self.experts
         limit = None if torch.compiler.is_compiling() else router.batch_limit(experts)
         if limit is None or len(z) <= limit:
             return router.route(z, experts)
         return RoutingOutput.concatenate([router.route(part, experts) for part in z.split(limit)])
-
-    def set_router(self, router: Router | None) -> None:
-        """Sets the router. It is prepared first, so that a router that cannot be used changes nothing."""
-        if router is not None:
-            self.experts.prepared(router)
-        self.router = router
 
     def unit_features(self, z: Tensor, adapter_name: str) -> Tensor:
         """[CLS] standardized by an expert's reference and scaled to length 1, in at least float32."""
@@ -288,14 +235,14 @@ class LucaLayer(ExpertStore):
         self, adapter_name: str, features: Tensor, labels: Tensor, adapted: bool = True
     ) -> None:
         """
-        Replaces an expert's rows by class means, of the adapted features or, to start the training from, of the
-        standardized [CLS].
+        Replaces an expert's rows by class means.
 
         Args:
             adapter_name (`str`): The expert.
             features (`torch.Tensor` of shape `(images, d)`): [CLS] vectors.
             labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
-            adapted (`bool`, *optional*, defaults to `True`): Which of the two.
+            adapted (`bool`, *optional*, defaults to `True`):
+                Means of the adapted features. Otherwise of the standardized [CLS], to start the training from.
         """
         rows = self.luca_class_rows[adapter_name]
         counts = torch.bincount(labels, minlength=len(rows))
@@ -313,6 +260,16 @@ class LucaLayer(ExpertStore):
         rows.copy_(sums / counts[:, None])
 
 
+def cls_of(x: Tensor, width: int, input_width: int) -> Tensor:
+    """The input of the head, `(batch, input width)` → [CLS] `(batch, d)`."""
+    if x.ndim != 2 or x.shape[1] != input_width:
+        raise ValueError(
+            f"the head reads a tensor of shape (batch, {input_width}), got {tuple(x.shape)}. LuCA reads one pooled "
+            "vector per image."
+        )
+    return x[:, :width]
+
+
 def luca_layers(model: nn.Module) -> list[LucaLayer]:
     return [module for module in model.modules() if isinstance(module, LucaLayer)]
 
@@ -320,7 +277,7 @@ def luca_layers(model: nn.Module) -> list[LucaLayer]:
 def image_options(model: nn.Module) -> dict[str, Any]:
     """How the experts of a model see images: arguments of [`~peft_luca.preprocessing.read_image`]."""
     config = next(iter(find_layer(model)[1].configs.values()))  # all experts have the same
-    return {"channels": channels_of(model), "background": config.background, "white_level": config.white_level}
+    return {"channels": channels_of(model), **config.images}
 
 
 def find_layer(model: nn.Module) -> tuple[str, LucaLayer]:

@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ..routing import Router, RoutingOutput, make_router
+from ..routing.evidence import collect_with_evidence
 from ..routing.statistics import DEFAULT_RANK, ClassStatistics
 from .backbone import BackboneFacts, is_identity, pooled_features
 from .config import LucaConfig
@@ -21,6 +22,7 @@ from .head import Head
 from .labels import Labels
 from .layer import LucaLayer, luca_layers
 from .peft_hooks import ExpertConfigs, PeftHooks, check_new_expert
+from .reference import whitening
 
 
 class LucaModel(PeftHooks):
@@ -39,7 +41,6 @@ class LucaModel(PeftHooks):
     Example:
 
         ```py
-        >>> import peft_luca
         >>> from peft import get_peft_model
         >>> from peft_luca import LucaConfig
         >>> from transformers import AutoModelForImageClassification
@@ -56,41 +57,34 @@ class LucaModel(PeftHooks):
                 "pass model.get_base_model(), in which those adapters stay active as a frozen part of the backbone."
             )
         configs = ExpertConfigs(peft_config if isinstance(peft_config, dict) else {adapter_name: peft_config})
-        layers = luca_layers(model)
-        labels = layers[0].base_labels if layers else Labels.of_model(model)
         for name, config in configs.items():  # before anything of the model is changed
-            check_new_expert(model, config, name, labels)
+            check_new_expert(model, config, name)
         # Adapters of another method inside the backbone keep their own configs, which PEFT would mix with ours.
         foreign = vars(model).get("peft_config") or {}
         own = all(isinstance(config, LucaConfig) for config in foreign.values())
         if not own:
             del model.peft_config
+        self._just_added: set[str] = set()
+        self._unloaded: set[str] = set()
         super().__init__(model, configs, adapter_name, *args, **kwargs)  # type: ignore[arg-type]
         self._backbone_peft_config = None if own else foreign
 
-    # ---- adding, choosing and removing experts -------------------------------------------------------------------
-
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         # PEFT sets the active adapter again at the end; adding an expert must not switch the router off.
-        layers = luca_layers(model)
-        router = layers[0].router if layers else None
+        router = next((layer.router for layer in luca_layers(model)), None)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         self.layer.router = router
         # As train() keeps it: dropout in the trunk would move [CLS], and the reference with it.
         self.model.eval()
         self.layer.train(self.training)
-        own = {id(parameter) for parameter in self.layer.parameters()}
-        for parameter in self.model.parameters():
-            if id(parameter) not in own:  # PEFT leaves other adapters in the backbone trainable
+        own = f"{self.targeted_module_names[0]}.{self.prefix}"
+        for name, parameter in self.model.named_parameters():
+            if not name.startswith(own):  # PEFT leaves other adapters in the backbone trainable
                 parameter.requires_grad = False
         self.sync_labels()
 
     def add_expert(
-        self,
-        name: str,
-        config: LucaConfig,
-        tensors: Mapping[str, Tensor],
-        statistics: ClassStatistics | None = None,
+        self, name: str, config: LucaConfig, tensors: Mapping[str, Tensor], statistics: ClassStatistics | None = None
     ) -> None:
         """
         Adds a trained expert, frozen, without changing which expert or router is active. The caller has checked that
@@ -107,10 +101,7 @@ class LucaModel(PeftHooks):
         """Activates one expert, which answers over its own classes. Switches the router off."""
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         if len(names) > 1:
-            raise ValueError(
-                f"one expert is active at a time, got {names}. Use set_router to let a router choose among all "
-                "experts."
-            )
+            raise ValueError(f"one expert is active at a time, got {names}. Use set_router to let a router choose.")
         self._check_experts(names)
         super().set_adapter(adapter_name, inference_mode=inference_mode)
         if self.targeted_module_names:
@@ -126,10 +117,7 @@ class LucaModel(PeftHooks):
     def delete_adapter(self, adapter_name: str) -> None:
         """Deletes an expert. What is left is exactly the model that never had it."""
         if list(self.peft_config) == [adapter_name]:
-            raise ValueError(
-                f"{adapter_name!r} is the only expert, and PEFT cannot run a model without one. Use unload() to get "
-                "the backbone back."
-            )
+            raise ValueError(f"{adapter_name!r} is the only expert. Use unload() to get the backbone back.")
         with warnings.catch_warnings():
             if self.targeted_module_names and self.layer.router is not None:
                 # PEFT warns that another adapter is active now, which does not matter to a router.
@@ -149,18 +137,18 @@ class LucaModel(PeftHooks):
 
     def unload(self) -> nn.Module:
         """Removes all experts and returns the model as it was. Adapters of other methods inside it stay."""
-        parent, _, head = self.targeted_module_names[0].rpartition(".")
-        setattr(self.model.get_submodule(parent), head, self.layer.base_layer)
+        self.layer.base_labels.apply(self.model)
+        self.model.set_submodule(self.targeted_module_names[0], self.layer.base_layer)
         del self.model.peft_config
         if self._backbone_peft_config is not None:
             self.model.peft_config = self._backbone_peft_config
-        self._base_labels.apply(self.model)
         model: nn.Module = self.model
         return model
 
     def train(self, mode: bool = True) -> LucaModel:
         """Sets the mode of the experts. The frozen trunk stays in eval mode, so that dropout cannot move [CLS]."""
-        self._just_added = None if mode else self._just_added
+        if mode:
+            self._just_added.clear()
         if self.training != mode or self.layer.training != mode or self.model.training:  # Trainer asks at every step
             super().train(mode)
             self.model.eval()
@@ -169,12 +157,10 @@ class LucaModel(PeftHooks):
 
     def sync_labels(self) -> None:
         """Syncs `id2label`, `num_labels` and the loss with the active expert or router."""
-        layer = self.layer
-        if layer.disable_adapters or not layer.active_adapters:
-            self._base_labels.apply(self.model)
-        else:
-            classes = self.classes if layer.router is not None else self.experts[layer.active_adapters[0]]
-            Labels.of_classes(classes).apply(self.model)
+        layer, labels = self.layer, self.layer.base_labels
+        if layer.active_adapters and not layer.disable_adapters:
+            labels = Labels.of_classes(self.classes if layer.router else self.experts[layer.active_adapters[0]])
+        labels.apply(self.model)
 
     def __repr__(self) -> str:
         # Of the backbone only its name: print(model.get_base_model()) shows its modules.
@@ -184,17 +170,12 @@ class LucaModel(PeftHooks):
         lines = [f"{type(self.model).__name__} ({name})", *self.layer.summary()]
         return "LucaModel(\n  " + "\n  ".join(lines) + "\n)"
 
-    # ---- features, experts and routing ---------------------------------------------------------------------------
-
     @property
     def layer(self) -> LucaLayer:  # type: ignore[override]
         """The layer that holds the experts."""
         layer = self.model.get_submodule(self.targeted_module_names[0])
         if not isinstance(layer, LucaLayer):
-            raise RuntimeError(
-                "this model has no experts any more: unload() has removed them. Continue with the backbone that it "
-                "returned, or add experts to that with get_peft_model or load_experts."
-            )
+            raise RuntimeError("there are no experts: unload() has removed them. Use the backbone that it returned.")
         return layer
 
     @property
@@ -211,7 +192,7 @@ class LucaModel(PeftHooks):
     def is_template(self) -> bool:
         """Whether the only expert is `default`, nobody named its classes, and it was never set to train."""
         is_only = list(self.experts) == ["default"]
-        return is_only and self._just_added == "default" and "classes" in self.peft_config["default"].filled
+        return is_only and "default" in self._just_added and "classes" in self.peft_config["default"].filled
 
     @property
     def router(self) -> Router | None:
@@ -230,8 +211,9 @@ class LucaModel(PeftHooks):
 
         Args:
             router (`str`, [`Router`], function or `None`):
-                By the experts' scores: `"entropy"` (the paper's) or `"energy"`. By their statistics: `"gaussian"`
-                (recommended), `"lda"` or `"ridge"`. `"oracle"` needs `route(..., expert=...)`. A function takes scores
+                `"auto"`, the default: `"gaussian"` where every expert has statistics, otherwise `"nearest"`. By the
+                experts' scores: `"nearest"`, `"entropy"` (the paper's) or `"energy"`. By their statistics:
+                `"gaussian"`, `"lda"` or `"ridge"`. `"oracle"` needs `route(..., expert=...)`. A function takes scores
                 `(batch, experts, C)` and returns costs `(batch, experts)`; the lowest answers. `None` switches routing
                 off: the active expert answers.
             options: Options of the router, such as `temperature=2.0` or `unknown_below=0.5`.
@@ -242,29 +224,28 @@ class LucaModel(PeftHooks):
         if router is None and options:
             raise ValueError(f"router=None takes no options, got {sorted(options)}.")
         made = None if router is None else make_router(router, **options)
-        self.layer.set_router(made)
+        if made is not None:
+            self.layer.experts.prepared(made)  # first, so that a router that cannot be used changes nothing
+        self.layer.router = made
         self.sync_labels()
         if getattr(getattr(made, "options", None), "routing_scope", "sample") == "batch":
             warnings.warn(
-                "routing_scope='batch' lets one expert answer a whole batch, as the released evaluation does: the "
-                "accuracy then depends on how the images are ordered and batched, and over a test set sorted by class "
-                "it leaks the task. Use it for comparison with published figures only.",
+                "routing_scope='batch' lets one expert answer a whole batch, as the released evaluation does: over a "
+                "test set sorted by class it leaks the task. Use it for comparison with published figures only.",
                 stacklevel=2,
             )
 
-    def pooled_features(self, pixel_values: Tensor) -> Tensor:
+    def pooled_features(self, pixel_values: Tensor, **options: Any) -> Tensor:
         """[CLS] of images, `(batch, channels, height, width)` → `(batch, d)`: one pass of the trunk, no expert."""
         if self.model.training:  # set by its own train(), past this one's
             self.train(self.training)
-        layer = self.layer
-        return pooled_features(
-            self.model, Head(self.targeted_module_names[0], layer.width, layer.input_width), pixel_values
-        )
+        head = Head(self.targeted_module_names[0], self.layer.width, self.layer.input_width)
+        return pooled_features(self.model, head, pixel_values, **options)
 
     @torch.no_grad()
     def route(self, pixel_values: Tensor, expert: Tensor | None = None) -> RoutingOutput:
         """
-        Routes images with the router that is set, or by entropy, in one pass of the trunk.
+        Routes images with the router that is set, `"auto"` by default, in one pass of the trunk.
 
         Args:
             pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Preprocessed images.
@@ -286,28 +267,40 @@ class LucaModel(PeftHooks):
         """Scores of all classes under each expert, `(batch, d)` → `(batch, experts, C)`."""
         return self.layer.scores(features, None if names is None else list(names))
 
-    # ---- training ------------------------------------------------------------------------------------------------
-
     @property
     def backbone(self) -> BackboneFacts:
         """Fingerprint and reference of the backbone as it is now."""
         return BackboneFacts.of(self.model, self.targeted_module_names[0])
 
-    def compute_reference(self, name: str | None = None) -> None:
+    @torch.no_grad()
+    def compute_reference(
+        self, name: str | None = None, features: Tensor | None = None, labels: Tensor | None = None
+    ) -> None:
         """
-        Measures mean and deviation of the backbone's [CLS] over the reference pictures, by which the expert then
-        standardizes its input. Call it before training; [`ContinualTrainer`] does. An expert that has a reference
-        keeps it, since its weights were learned with it.
+        Measures [CLS] of the reference pictures, once for each backbone, by which an expert standardizes and whitens
+        its input. [`ExpertTrainer`] does so before training. A trained expert needs the one that it was trained with.
 
         Args:
             name (`str`, *optional*): The expert; the active one by default.
+            features (`torch.Tensor` of shape `(images, d)`, *optional*):
+                [CLS] of its training images. Without them it is whitened by the reference pictures alone.
+            labels (`torch.Tensor` of shape `(images,)`, *optional*): The expert's own ids, 0 … K-1.
         """
         name = name or self.active_adapters[0]
+        config = self.peft_config[name]
         mean, std = self.layer.luca_reference_mean[name], self.layer.luca_reference_std[name]
-        if mean.is_meta or is_identity(mean, std):  # on the meta device reference() asks for the weights
-            reference = self.backbone.reference(self.pooled_features)
-            mean.copy_(reference[0])
-            std.copy_(reference[1])
+        is_new = mean.is_meta or is_identity(mean, std)  # on the meta device reference() asks for the weights
+        if not is_new and (features is None or not config.whitening):
+            return
+        reference = self.backbone.reference(self.pooled_features, bool(config.whitening))
+        if is_new:
+            mean.copy_(reference.mean)
+            std.copy_(reference.std)
+        if config.whitening:
+            z = reference.mean[None] if features is None else features.cpu()
+            labels = torch.zeros(1, dtype=torch.long) if labels is None else labels.cpu()
+            directions = whitening(reference.correlation, (z - mean.cpu()) / std.cpu(), labels)
+            self.layer.luca_whitening[name].copy_(directions)
 
     def collect_statistics(
         self, name: str, features: Tensor, labels: Tensor, rank: int | None = DEFAULT_RANK, random_features: int = 0
@@ -322,14 +315,12 @@ class LucaModel(PeftHooks):
             labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
             rank, random_features: See [`~peft_luca.routing.statistics.ClassStatistics.collect`].
         """
-        layer = self.layer
-        device = layer.experts.device
+        layer, classes = self.layer, self.experts[name]
 
         def prepare(z: Tensor) -> Tensor:
-            return layer.unit_features(z.to(device), name).cpu()
+            return layer.unit_features(z.to(layer.experts.device), name).cpu()
 
-        classes = self.experts[name]
-        statistics = ClassStatistics.collect(features.cpu(), labels.cpu(), classes, rank, random_features, prepare)
+        statistics = collect_with_evidence(features.cpu(), labels.cpu(), classes, rank, random_features, prepare)
         layer.set_statistics(name, statistics)
         return statistics
 
@@ -338,8 +329,9 @@ class LucaModel(PeftHooks):
         self.layer.set_rows_to_class_means(name, features, labels, adapted)
 
     def l1_penalty(self, name: str | None = None) -> Tensor:
-        """Σ|θ| over the LuCA parameters of an expert, by default the active one: a scalar with gradient."""
-        return self.layer.l1_penalty(name or self.active_adapters[0])
+        """Σ|θ| over an expert's LuCA parameters, not its rows and σ (paper, §3). By default of the active expert."""
+        parameters = self.layer.luca_parameters(name or self.active_adapters[0]).values()
+        return torch.stack([parameter.abs().sum() for parameter in parameters]).sum()
 
 
 def tuner_of(model: nn.Module) -> LucaModel:

@@ -16,6 +16,7 @@ def with_reference(experts=TWO, **kwargs):
     for name in experts:
         model.base_model.layer.luca_reference_mean[name].zero_()
         model.base_model.layer.luca_reference_std[name].fill_(1)
+        model.base_model.layer.luca_whitening[name].zero_()
         model.compute_reference(name)
     return model
 

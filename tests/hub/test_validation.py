@@ -277,7 +277,7 @@ def test_statistics_come_back(statistics, tmp_path):
     saved, _, _ = statistics
     read = read_statistics(tmp_path)
     assert read.classes == saved.classes
-    for name in ("counts", "means", "remainder", "errors", "gram", "random_sums"):
+    for name in ("counts", "means", "remainder", "errors", "gram", "random_sums", "distances", "losses"):
         assert torch.equal(getattr(read, name), getattr(saved, name)), name
     assert all(map(torch.equal, read.factors, saved.factors))
     assert saved.nbytes == pytest.approx((tmp_path / "statistics.safetensors").stat().st_size, abs=1200)
@@ -303,9 +303,39 @@ def test_tensors_of_statistics(statistics, name):
             assert_statistics_refused(spoil(**{name: tensor.clone().fill_(number)}), message)
 
 
+@pytest.mark.parametrize("name", ["distances", "losses"])
+def test_evidence_may_lack_and_must_be_whole(statistics, name):
+    _, tensors, spoil = statistics
+    assert getattr(read_statistics(spoil(**{name: None})), name) is None
+    assert_statistics_refused(spoil(**{name: tensors[name][1:]}), f"{name} has the shape")
+    assert_statistics_refused(spoil(**{name: tensors[name].float()}), f"{name} has the dtype F32")
+    assert_statistics_refused(spoil(**{name: tensors[name] * torch.nan}), f"{name} holds numbers that are not finite")
+    assert_statistics_refused(spoil(**{name: tensors[name] - 1e3}), f"{name} must not be below 0")
+
+
+def test_a_gram_matrix_in_a_few_rows_comes_back_and_is_checked(statistics):
+    saved, _, spoil = statistics
+    short = saved.compress_gram(3)
+    given = {"gram": None, "gram_factor": short.gram_factor, "gram_remainder": short.gram_remainder}
+    read = read_statistics(spoil(**given))
+    assert read.gram is None
+    assert torch.equal(read.random_gram, short.random_gram)
+    for name, change, message in (
+        ("gram_factor", lambda t: t.float(), "gram_factor has the dtype F32"),
+        ("gram_factor", lambda t: t[:, 1:], "gram_remainder has the shape"),
+        ("gram_factor", lambda t: t * 100 + 1000, "gram must be that of 40 images"),
+        ("gram_remainder", lambda t: t[1:], "gram_remainder has the shape"),
+        ("gram_remainder", lambda t: t - 1e6, "gram_remainder must not be below 0"),
+        ("random_sums", lambda t: None, "missing .'random_sums'."),
+    ):
+        tensor = given.get(name, saved.random_sums)
+        assert_statistics_refused(spoil(**given | {name: change(tensor)}), message)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
+        ("distances", lambda t: t + 1e3, "distances must be of no more images than there are"),
         ("counts", lambda t: t * 0, "counts must be whole numbers from 1 to 1e"),
         ("counts", lambda t: t + 0.5, "counts must be whole numbers from 1 to 1e"),
         ("counts", lambda t: t * 1e13, "counts must be whole numbers from 1 to 1e"),

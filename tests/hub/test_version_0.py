@@ -1,6 +1,7 @@
 """Files written by peft_luca 0.1, in tests/version_0, load with the logits that they had then."""
 
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -43,15 +44,25 @@ def test_options_of_a_router():
     assert options == {"temperature": 2.0, "unknown_below": 0.25}
 
 
+def test_another_backbone_of_the_same_tensors_is_refused():
+    """Their fingerprint knows neither the tensors' places nor the settings: the reference decides."""
+    base = ViTForImageClassification.from_pretrained(FILES / "backbone", num_attention_heads=1)
+    for load in (load_experts, load_expert, PeftModel.from_pretrained):
+        with pytest.raises(ValueError, match="with its tensors in other places, or other settings"):
+            load(base, FILES / "single")
+
+
 @pytest.mark.parametrize("name", ["zeta", "alpha"])
 def test_an_expert_by_every_path(name):
     place = FILES / "entropy" / name
-    for model in (
-        load_experts(backbone(), place),
-        load_expert(backbone(), FILES / "entropy", name),
-        PeftModel.from_pretrained(backbone(), place),
-    ):
-        assert_logits(model, f"entropy/{name}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # which nobody who loads it could mend
+        for model in (
+            load_experts(backbone(), place),
+            load_expert(backbone(), FILES / "entropy", name),
+            PeftModel.from_pretrained(backbone(), place),
+        ):
+            assert_logits(model, f"entropy/{name}")
     assert_logits(load_expert(backbone(), FILES / "single"), "single")
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch.nn.functional import normalize
 
+from peft_luca.routing.evidence import with_evidence
 from peft_luca.routing.label_space import LabelSpace
 from peft_luca.routing.statistics import ClassStatistics, unit_features
 
@@ -59,7 +60,8 @@ class FakeExperts:
                 # Experts that share a class have different images of it.
                 features = torch.cat([unit_features(images_of(c)[name == "trees" :: 2].double()) for c in own])
                 labels = torch.arange(len(own)).repeat_interleave(6)
-                self.statistics[name] = ClassStatistics.collect(features, labels, own, random_features=random_features)
+                collected = ClassStatistics.collect(features, labels, own, random_features=random_features)
+                self.statistics[name] = with_evidence(collected, features, labels, keep_gram=True)
         self.set_experts(classes)
 
     def set_experts(self, classes):
@@ -80,6 +82,9 @@ class FakeExperts:
 
     def expert_logits(self, features, name):
         return self.sigma * self.adapted(features, name) @ self.rows[name].T
+
+    def scale(self, name):
+        return torch.tensor(self.sigma)
 
     def unit_features(self, features):
         return unit_features(features)

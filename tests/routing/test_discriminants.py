@@ -106,36 +106,46 @@ def test_ridge_solves_its_normal_equations_with_the_strength_of_least_gcv():
     torch.testing.assert_close(ridge.scores(x), features @ weights, rtol=1e-3, atol=1e-4)
     assert gcv(ridge.strength) <= min(gcv(ridge.strength * factor) for factor in (0.1, 0.5, 2, 10)) * 1.0001
     assert ridge.temperature == 0.1
-    assert not ridge.log_known(x).any()
     with pytest.raises(ValueError, match="needs random features in the statistics of every expert"):
         RidgeClassifier(collect(x, y))
 
 
-def test_images_that_the_background_explains_better_are_unknown():
-    x, y = images(sizes=(60, 50, 40, 50, 60))
-    statistics = collect(x, y, rank=None)
-    made = LinearDiscriminant(statistics, temperature=2.0)
-    centred = x - x.mean(0)
-    total = centred.T @ centred / (len(x) - 1)
-    trace, square = total.trace(), total.square().sum()
-    strength = (square + trace**2) / ((len(x) - 1) * (square - trace**2 / D))
-    total = (1 - strength) * total + strength * trace / D * torch.eye(D).double()
-    test = torch.cat([images(seed=9)[0], x[:5]])
-    background = -0.5 * ((test - x.mean(0)) @ torch.linalg.inv(total) * (test - x.mean(0))).sum(1)
-    # As densities: minus half the log-volume, relative to that of the classes.
-    background = background - 0.5 * (torch.logdet(total) + torch.logdet(made.precision.double()))
-    torch.testing.assert_close(made.background.scores(test), background, rtol=1e-3, atol=1e-2)
-    # With the term that all classes share.
-    scores = made.scores(test) - 0.5 * (test @ made.precision.double() * test).sum(1, keepdim=True)
-    total = torch.cat([scores, background[:, None]], 1).div(2.0).softmax(1)[:, :-1].sum(1)
-    torch.testing.assert_close(made.log_known(test).exp(), total, rtol=1e-2, atol=1e-2)
-    assert made.log_known(x).exp().mean() > made.log_known(images(seed=9)[0]).exp().mean()
-    # The classes' own covariances have no part in it.
-    for given in (None, 3.0):
-        regularized = RegularizedDiscriminant(statistics, temperature=given)
-        assert torch.equal(
-            regularized.log_known(test), LinearDiscriminant(statistics, temperature=given).log_known(test)
-        )
+def test_left_out_scores_are_those_of_covariances_without_the_image():
+    x, y = images(sizes=(30, 9, 14, 12, 11))
+    made = RegularizedDiscriminant(collect(x, y, rank=None), shrinkage=0.4, sphere=0.1)
+    means, _, pooled, counts = covariances(x, y)
+    found, scores = made.left_out(x, y), made.scores(x)
+    for i in range(0, len(x), 7):
+        k, n = y[i], counts[y[i]]
+        lost = n / (n - 1) * torch.outer(x[i] - means[k], x[i] - means[k])  # of the scatter
+        rest = x[(y == k) & (torch.arange(len(x)) != i)]
+        own = (rest - rest.mean(0)).T @ (rest - rest.mean(0)) / (n - 1)
+        covariance = 0.6 * own + 0.4 * (pooled - lost / (len(x) - 5))
+        covariance = 0.9 * covariance + 0.1 * (
+            0.6 * own + 0.4 * pooled + 0.6 * lost / (n - 1)
+        ).trace() / D * torch.eye(D)
+        centred = x[i] - rest.mean(0)
+        assert found[i, k] == pytest.approx(float(-0.5 * centred @ torch.linalg.inv(covariance) @ centred), rel=2e-2)
+        others = torch.arange(5) != k
+        assert torch.equal(found[i, others], scores[i, others].double())
+
+
+@pytest.mark.parametrize("volume", [0.0, 1.0])
+@pytest.mark.parametrize("rank", [None, 4])
+def test_distances_are_in_units_of_those_that_are_typical(rank, volume):
+    x, y = images(sizes=(200, 9, 14, 1, 11))
+    made = RegularizedDiscriminant(collect(x, y, rank=rank), 0.4, 0.1, volume)
+    plain = RegularizedDiscriminant(collect(x, y, rank=rank), 0.4, 0.1)
+    squared = -2 * plain.scores(x)[torch.arange(len(x)), y]
+    torch.testing.assert_close(made.distances(made.scores(x), y), squared / made.typical[y], rtol=1e-3, atol=1e-3)
+    left = -2 * plain.left_out(x, y)[torch.arange(len(x)), y]
+    many = y == 0
+    if rank is None:  # a low rank keeps the mean of the diagonal alone
+        assert made.typical[0] == pytest.approx(float(left[many].mean()), rel=0.05)
+    assert made.typical[3] == pytest.approx(float(made.typical[[0, 1, 2, 4]].mean()))
+    alone = RegularizedDiscriminant(collect(*images(sizes=(1, 1, 1, 1, 1)), rank=rank))
+    assert made.typical.isfinite().all()
+    assert torch.equal(alone.typical, torch.full((5,), float(D)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,22 +191,21 @@ def test_numbers_of_no_images_are_refused():
 def test_a_device_is_moved_to_with_all_tensors(kind):
     x, y = images()
     made = kind(collect(x, y, random_features=20)).to("meta")
-    assert made.log_known(x.to("meta")).device.type == "meta"
     assert all(value.device.type == "meta" for value in made.buffers())
     assert not any(isinstance(value, torch.Tensor) for value in vars(made).values())
     assert made.log_posterior(x.to("meta")).shape == (len(x), 5)
 
 
 class Posterior(torch.nn.Module):
-    """What is exported: features in, log-posterior and the log-probability of any class out."""
+    """What is exported: features in, log-posterior and the distance of the best class out."""
 
     def __init__(self, discriminant):
         super().__init__()
         self.discriminant = discriminant
 
     def forward(self, x):
-        x = unit_features(x)
-        return self.discriminant.log_posterior(x), self.discriminant.log_known(x)
+        posterior, scores = self.discriminant.answer(unit_features(x), self.discriminant)
+        return posterior, self.discriminant.distances(scores, scores.argmax(dim=1))
 
 
 def exportable():

@@ -12,7 +12,7 @@ from peft_luca.routing import ROUTERS, Router, RoutingOutput, make_router
 from peft_luca.routing.router import RouterOptions
 
 
-BY_STATISTICS = ["lda", "gaussian", "ridge"]
+BY_STATISTICS = ["auto", "lda", "gaussian", "ridge"]
 ASKED = [name for name in ROUTERS if name != "oracle"]  # the oracle is told the expert
 Z = images_of("cat", "sun", "oak", "owl")
 
@@ -39,6 +39,8 @@ VOLUMES = [{"volume": 1e3}, {"volume": 0.5}, {"shrinkage": 0, "sphere": 0, "temp
 ACCEPTED = {
     "entropy": EVERYWHERE + SCOPES,
     "energy": EVERYWHERE + SCOPES,
+    "nearest": EVERYWHERE,
+    "auto": UNKNOWN,
     "lda": EVERYWHERE + SHRINKAGES,
     "gaussian": EVERYWHERE + SHRINKAGES + SPHERES + VOLUMES,
     "ridge": EVERYWHERE + [{"strength": value} for value in (1e-12, 1e6, 1e12, np.float32(10))],
@@ -77,10 +79,13 @@ def test_routers_of_equal_options_are_equal_and_say_what_they_are(name):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_options_are_numbers_in_their_range(name):
+    fields = vars(make_router(name).options)
     for value in (-0.1, 1.1, "0.5", None, True, math.nan, torch.tensor(0.5), [0.5]):
         with pytest.raises(ValueError, match="unknown_below must be a number from 0 to 1, got "):
             make_router(name, unknown_below=value)
-    for value in (0.0, -1.0, 1e-7, 1e7, math.inf, math.nan, "2", True, torch.tensor(2.0)) if name in ASKED else ():
+    for value in (
+        (0.0, -1.0, 1e-7, 1e7, math.inf, math.nan, "2", True, torch.tensor(2.0)) if "temperature" in fields else ()
+    ):
         with pytest.raises(ValueError, match=r"temperature must be a number from 1e-06 to 1e\+06, got "):
             make_router(name, temperature=value)
 
@@ -158,8 +163,9 @@ def test_a_deleted_expert_leaves_no_trace(name):
 @pytest.mark.parametrize("name", ASKED)
 def test_answers_below_the_threshold_are_unknown(name):
     output = route(name, unknown_below=0.7)
-    assert torch.equal(output.unknown, output.confidence < 0.7)
-    assert not route(name).unknown.any()
+    assert torch.equal(output.unknown, output.known < 0.7)
+    default = route(name)
+    assert torch.equal(default.unknown, default.known < (0.05 if name in BY_STATISTICS else 0))
     nothing = route(name, z=torch.full((2, D), torch.nan), unknown_below=0.5)
     assert nothing.unknown.all()
 
@@ -206,11 +212,12 @@ def test_a_router_of_ones_own_is_a_subclass_without_a_name():
 
 def test_large_batches_are_cut_by_what_a_router_holds(monkeypatch):
     monkeypatch.setattr("peft_luca.routing.router.MEMORY_BUDGET", 5 * 3 * 7)
+    monkeypatch.setattr("peft_luca.routing.score_routers.MEMORY_BUDGET", 5 * (3 + 7))
     monkeypatch.setattr("peft_luca.routing.statistics_routers.MEMORY_BUDGET", 5 * (3 + 7))
     experts = FakeExperts(THREE)  # 3 experts, 7 rows, 6 classes
     many = FakeExperts({f"t{i}": [f"c{i}"] for i in range(60)}, random_features=None)
     for name in ASKED:
-        assert make_router(name).batch_limit(experts) == 5
+        assert make_router(name).batch_limit(experts) == (3 if name == "nearest" else 5)
         assert make_router(name).batch_limit(many) == 1
     for whole in (make_router("oracle"), make_router("entropy", routing_scope="batch")):
         assert whole.batch_limit(experts) is None
@@ -229,7 +236,7 @@ class Routed(torch.nn.Module):
 
     def forward(self, z):
         output = self.router.route(z, self.experts)
-        return output.logits, output.expert, output.confidence
+        return output.logits, output.expert, output.confidence, output.known
 
 
 @pytest.mark.parametrize("name", ASKED)

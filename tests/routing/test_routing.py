@@ -42,6 +42,7 @@ def test_scores_entropies_and_choices_are_exact(stream, positive):
         model.base_model.layer.luca_scale["t"].neg_()
     expected = exact_scores(model, z)
     close(model.scores(z), expected)
+    model.set_router("entropy")
     routed, entropies = model.route_features(z), exact_entropies(expected)
     close(routed.entropies, entropies)
     two = entropies.topk(min(2, entropies.shape[1]), largest=False).values

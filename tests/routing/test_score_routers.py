@@ -95,6 +95,41 @@ def test_a_compiled_graph_breaks_ties_alike():
     assert torch.equal(compiled(costs, scores, experts.by_name), choose(costs, scores, experts.by_name))
 
 
+# ---- each class by its own expert --------------------------------------------------------------------------------
+
+
+def test_nearest_scores_a_class_by_the_best_of_the_experts_that_have_it():
+    experts = FakeExperts(THREE)
+    scales = {"animals": 5.0, "skies": 10.0, "trees": -30.0}  # a negative scale turns the cosines around
+    experts.scale = lambda name: torch.tensor(scales[name])
+    cosines = {name: experts.expert_logits(Z, name) / experts.sigma for name in THREE}
+    experts.expert_logits = lambda z, name: scales[name] * cosines[name]
+    found = {c: [scales[n] / abs(scales[n]) * cosines[n][:, own.index(c)] for n, own in THREE.items() if c in own]
+             for own in THREE.values() for c in own}  # fmt: skip
+    highest = torch.stack([torch.stack(found[c]).amax(0) for c in experts.label_space.classes], dim=1)
+    output = make_router("nearest", temperature=2.0).route(Z, experts)
+    torch.testing.assert_close(output.logits, 15 * highest)  # by the mean size of the scales
+    torch.testing.assert_close(output.confidence, (15 / 2 * highest).softmax(1).amax(1))
+    torch.testing.assert_close(output.entropy, entropy(15 * highest))
+    for predicted, expert in zip(output.logits.argmax(1).tolist(), output.expert.tolist(), strict=True):
+        assert experts.label_space.classes[predicted] in THREE[experts.names[expert]]
+    cat = output.logits.argmax(1) == experts.label_space.classes.index("cat")
+    assert torch.equal(output.expert[cat], torch.where(found["cat"][0] >= found["cat"][1], 0, 2)[cat])
+
+
+def test_nearest_asks_each_expert_for_its_own_classes_alone(monkeypatch):
+    experts = FakeExperts(without(THREE, "trees"))
+    monkeypatch.setattr(experts, "scores", None)
+    make_router("nearest").route(Z, experts)
+
+
+@pytest.mark.parametrize("order", [["a", "b"], ["b", "a"]])
+def test_of_experts_that_score_a_class_alike_nearest_names_the_first(order):
+    experts = FakeExperts({name: ["sun"] for name in order})
+    experts.expert_logits = lambda z, name: torch.full((len(z), 1), 0.5)
+    assert {experts.names[t] for t in make_router("nearest").route(Z, experts).expert.tolist()} == {"a"}
+
+
 # ---- functions ---------------------------------------------------------------------------------------------------
 
 

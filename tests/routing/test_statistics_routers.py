@@ -10,6 +10,7 @@ from peft_luca.routing.discriminants import (
     RegularizedDiscriminant,
     RidgeClassifier,
 )
+from peft_luca.routing.evidence import Familiarity
 from peft_luca.routing.statistics import ClassStatistics, pool, unit_features
 from peft_luca.utils import InvalidExpertError
 
@@ -33,7 +34,12 @@ def test_the_pooled_statistics_answer(name, changed):
     torch.testing.assert_close(output.logits.exp().sum(1), torch.ones(len(Z)))
     p = output.logits.exp()
     torch.testing.assert_close(output.entropy, -(p * output.logits).sum(1))
-    torch.testing.assert_close(output.confidence, p.amax(1) * made.log_known(x).exp())
+    torch.testing.assert_close(output.confidence, p.amax(1))
+    gaussian = made if name == "gaussian" else RegularizedDiscriminant(pooled)
+    distances = gaussian.distances(gaussian.scores(x), made.log_posterior(x).argmax(1))
+    assert torch.equal(output.known, Familiarity(pooled.distances)(distances))
+    assert 0 < output.known.mean() < 1
+    assert torch.equal(output.unknown, output.known < 0.05)
     assert output.entropies is None
     assert make_router(name).needs_statistics
     assert not make_router("entropy").needs_statistics
@@ -62,7 +68,7 @@ def test_every_expert_needs_statistics(name):
         with pytest.raises(ValueError, match=rf"the router {name!r} needs the statistics of every expert, but {said}"):
             experts.prepared(make_router(name))
     many = FakeExperts({f"t{i}": [f"c{i}"] for i in range(8)}, random_features=None)
-    with pytest.raises(ValueError, match=r"'t4' and 3 more have none.*collect_statistics, .*set_router\('entropy'\)"):
+    with pytest.raises(ValueError, match=r"'t4' and 3 more have none.*collect_statistics, .*set_router\('nearest'\)"):
         many.prepared(make_router(name))
 
 
@@ -93,3 +99,20 @@ def test_statistics_of_no_images_are_refused(name):
     experts.statistics["skies"] = ClassStatistics(**vars(part) | broken)
     with pytest.raises(InvalidExpertError, match="no classifier can be made of the experts' statistics"):
         experts.prepared(make_router(name))
+
+
+def test_auto_is_gaussian_where_statistics_can_be_pooled_and_nearest_where_not():
+    experts, auto = FakeExperts(THREE), make_router("auto", unknown_below=0.5)
+    assert auto.describe(experts) == "auto({'unknown_below': 0.5}) (gaussian)"
+    assert not auto.needs_statistics
+    gaussian = make_router("gaussian", unknown_below=0.5)
+    for one, other in zip(auto.route(Z, experts), gaussian.route(Z, experts), strict=True):
+        assert one is other is None or torch.equal(one, other)
+    lacking = FakeExperts(THREE)
+    del lacking.statistics["skies"]
+    apart = FakeExperts(THREE, references={"skies": (torch.zeros(D), torch.ones(D))})
+    for others in (lacking, apart):
+        assert make_router("auto").describe(others) == "auto (nearest)"
+        found, wanted = (make_router(name, unknown_below=0.5).route(Z, others) for name in ("auto", "nearest"))
+        assert torch.equal(found.logits, wanted.logits)
+        assert torch.equal(found.unknown, wanted.unknown)

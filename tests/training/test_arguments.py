@@ -33,7 +33,7 @@ def test_the_papers_recipe(out):
     assert (args.l1_weight, args.negatives, args.augmentation, args.schedule_per_epoch) == (5e-4, "seen", True, True)
     assert (args.optim, args.optim_args, args.lr_scheduler_type) == ("sgd", "momentum=0.9", "cosine")
     assert args.weight_decay == 0.0
-    config = {"scale": 1.0, "positive_scale": False, "init_rows": "zeros", "reference": False}
+    config = {"scale": 1.0, "positive_scale": False, "init_rows": "zeros", "reference": False, "whitening": False}
     assert CONFIG_RECIPES["paper"] == config
 
 
@@ -74,25 +74,37 @@ def test_augmented_views_switch_the_augmentation_on(out):
         ({"per_device_eval_batch_size": -1}, "per_device_eval_batch_size must be .* at least 1, got -1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be .* at least 1, got 0"),
         ({"augmented_views": -1}, "augmented_views must be a finite number of at least 0"),
-        ({"augmented_views": 2, "cache_features": False}, "augmented_views=2 caches .* cache_features=True"),
+        (
+            {"augmented_views": 2, "cache_features": False},
+            "cache_features must be True with augmented_views.* got False",
+        ),
         ({"statistics_rank": -2}, "statistics_rank must be a finite number of at least -1"),
-        ({"fp16": True}, "fp16=True needs an accelerator.* Use bf16=True"),
-        ({"recipe": "paper", "lr_scheduler_type": "linear"}, "schedule_per_epoch needs lr_scheduler_type='cosine'"),
+        ({"fp16": True}, "fp16 must be False on the CPU, .* Use bf16=True, got True"),
+        (
+            {"recipe": "paper", "lr_scheduler_type": "linear"},
+            "lr_scheduler_type must be 'cosine' with schedule_per_epoch.* got 'linear'",
+        ),
         (
             {"augmentation": True, "train_sampling_strategy": "sequential"},
-            "augmentation needs train_sampling_strategy='random'",
+            "train_sampling_strategy must be 'random' with augmentation, got 'sequential'",
         ),
-        ({"optim": "adafactor", "l1_proximal": True}, "l1_proximal needs .* not for 'adafactor'"),
+        (
+            {"optim": "adafactor", "l1_proximal": True},
+            "optim must be one of 'adamw_torch', .* 'sgd' with l1_proximal.* got 'adafactor'",
+        ),
         (
             {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
-            "load_best_model_at_end would load",
+            "load_best_model_at_end must be False",
         ),
-        ({"push_to_hub": True, "hub_strategy": "checkpoint"}, "hub_strategy is 'checkpoint', but checkpoints hold"),
+        (
+            {"push_to_hub": True, "hub_strategy": "checkpoint"},
+            "hub_strategy must be one of 'every_save', 'end': .* got 'checkpoint'",
+        ),
         ({"router": "guess"}, "there is no router 'guess'"),
         ({"router": "margin"}, "the router 'margin' was removed"),
-        ({"router": "oracle"}, "router='oracle' needs the expert of each image"),
-        ({"router": "gaussian", "statistics": False}, "router='gaussian' needs the experts' statistics"),
-        ({"router": "ridge"}, "router='ridge' needs statistics_random_features"),
+        ({"router": "oracle"}, "router must be another: .* the expert of each image, got 'oracle'"),
+        ({"router": "gaussian", "statistics": False}, "statistics must be True with router='gaussian'"),
+        ({"router": "ridge"}, "statistics_random_features must be above 0 with router='ridge'"),
         ({"router": "gaussian", "routing_scope": "batch"}, "routing_scope"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",

@@ -166,17 +166,22 @@ def test_logs_of_all_tasks_stay_and_their_steps_run_on(learned):
 
 def test_a_line_for_each_task(learned):
     assert len(learned.lines) == 3
-    pattern = r"task 2/3 task_1 \(blue, yellow\), \d+\.\d s: accuracy [01]\.\d{3} over 4 classes, [01]\.\d{3} with the"
+    share = r"[01]\.\d{3}"
+    accuracy = rf"accuracy {share} \({share} by entropy\) over 4 classes, {share} with the task known"
+    pattern = rf"task 2/3 task_1 \(blue, yellow\), \d+\.\d s: {accuracy}, right expert {share}$"
     assert re.match(pattern, learned.lines[1])
 
 
 def test_figures_are_those_of_the_predictions(learned):
     figures, model, processor = learned.evaluate(), learned.model, make_processor()
-    names, known, routing, counts, accuracies = list(learned.tuner.experts), [], [], [], []
+    names, known, routing, counts, accuracies, by_entropy = list(learned.tuner.experts), [], [], [], [], []
     for t, task in enumerate(learned.stream):
         x = processor(images=task.test["image"][:], return_tensors="pt")["pixel_values"]
         wanted = [learned.stream.classes[i] for i in task.test["labels"][:]]
         model.set_router("entropy")
+        predicted = [model.config.id2label[int(i)] for i in model(x).logits.argmax(1)]
+        by_entropy.append(np.mean([a == w for a, w in zip(predicted, wanted, strict=True)]))
+        model.set_router("auto")
         predicted = [model.config.id2label[int(i)] for i in model(x).logits.argmax(1)]
         accuracies.append(np.mean([a == w for a, w in zip(predicted, wanted, strict=True)]))
         routing.append(float((model.route(x).expert == t).double().mean()))
@@ -184,13 +189,14 @@ def test_figures_are_those_of_the_predictions(learned):
         predicted = [task.classes[int(i)] for i in model(x).logits.argmax(1)]
         known.append(np.mean([a == w for a, w in zip(predicted, wanted, strict=True)]))
         counts.append(len(wanted))
-    model.set_router("entropy")
+    model.set_router("auto")
     rows = figures["eval_accuracy_matrix"]
     matrix = np.array([[np.nan if value is None else value for value in row] for row in rows], dtype=float)
     assert matrix[-1].tolist() == accuracies
     assert np.isnan(matrix[np.triu_indices(3, 1)]).all()
     for name, value in summarize(matrix, counts, known, routing).items():
         assert figures[f"eval_{name}"] == pytest.approx(value)
+    assert figures["eval_entropy_accuracy"] == pytest.approx(np.average(by_entropy, weights=counts))
     results = read_json(learned.folder.path / "results.json")
     assert results["last_accuracy"] == figures["eval_last_accuracy"] > 0.6  # the colours can be learned
     assert results["stage_forgetting"] == figures["eval_stage_forgetting"]
@@ -199,13 +205,13 @@ def test_figures_are_those_of_the_predictions(learned):
 
 def test_another_router_is_measured_by_itself(learned):
     assert "eval_forgetting" in learned.evaluate()
-    for router, options in (("gaussian", {}), ("entropy", {"temperature": 2.0})):
+    for router, options in (("nearest", {}), ("entropy", {"temperature": 2.0})):
         learned.tuner.set_router(router, **options)
         metrics = learned.evaluate()
         assert metrics["eval_last_accuracy"] is not None
         assert not {f"eval_{name}" for name in COMPARING_STAGES} & set(metrics)
         assert metrics["eval_accuracy_matrix"][:-1] == [[None] * 3] * 2
-    learned.tuner.set_router("entropy")
+    learned.tuner.set_router("auto")
 
 
 @pytest.mark.filterwarnings("error:routed accuracy:UserWarning")
@@ -331,16 +337,25 @@ def test_experts_that_are_there_are_kept_and_take_part(learned, out, cache):
         assert trainer.evaluate(task.test)["eval_accuracy"] == trainer.evaluate()["eval_accuracy_matrix"][-1][t]
 
 
-def test_a_backbone_of_no_known_size_can_be_trained_without_a_reference(out):
-    """The error's advice must work."""
+def test_a_backbone_of_no_known_size_is_trained_without_a_reference(out):
     model = make_vit()
     model.config.__dict__["image_size"] = None
     stream = make_stream(increment=6)
-    with pytest.raises(ValueError, match=r"Use LucaConfig\(reference=False\)"):
-        make_trainer(out, stream, model).train()
-    trainer = make_trainer(out, stream, model, luca_config=LucaConfig(reference=False))
+    trainer = make_trainer(out, stream, model)
     trainer.train()
-    assert list(trainer.tuner.experts) == ["task_0"]
+    config = trainer.tuner.peft_config["task_0"]
+    assert (config.reference, config.whitening) == (False, False)
+    with pytest.raises(ValueError, match=r"Use LucaConfig\(reference=False\)"):
+        make_trainer(out / "other", stream, trainer.model.unload(), luca_config=LucaConfig(reference=True)).train()
+
+
+def test_a_run_that_began_without_whitening_goes_on_without(out):
+    """The statistics of all experts need one reference."""
+    trainer = make_trainer(out, make_stream(FOUR, names=FOUR), luca_config=LucaConfig(whitening=False))
+    trainer.train_task(trainer.stream[0])
+    trainer.luca_config = LucaConfig().resolve()  # as a later version, or another script, has it
+    trainer.train_task(trainer.stream[1])
+    assert [config.whitening for config in trainer.tuner.peft_config.values()] == [False, False]
 
 
 # --- one more task ---

@@ -47,9 +47,9 @@ def compare(tmp_path, dtype, tolerance, *settings):
 
 def test_two_processes_are_one(tmp_path):
     one, two = compare(tmp_path, "float32", 1e-4)
-    pictures = 192  # of the reference, which every process needs before it can begin
-    assert sum(said["images"] - pictures for said in two) == one["images"] - pictures == 48 + 24
-    assert min(said["images"] for said in two) > pictures
+    # The first run measures the reference, and the others find it on disk.
+    assert sum(said["images"] for said in two) == one["images"] - 768 == 48 + 24
+    assert min(said["images"] for said in two) > 0
     main, other = (said["written"] for said in two)
     assert not other
     assert len([name for name in main if name.endswith(".arrow")]) == 6 == len(set(main) - {"experts.json"})

@@ -27,7 +27,7 @@ def make_features(images=12, classes=3, seed=0):
 
 def make_expert(**config):
     torch.manual_seed(0)
-    config = {"classes": CLASSES, "init_rows": "random", "scale": 4.0, **config}
+    config = {"classes": CLASSES, "init_rows": "random", "scale": 4.0, "whitening": False, **config}
     return get_peft_model(make_vit(), LucaConfig(**config), adapter_name="new")
 
 
@@ -155,12 +155,13 @@ def test_a_weight_that_could_not_be_loaded_again_stops_the_training(out):
 
 
 def test_a_new_expert_gets_reference_rows_and_statistics(out):
-    model, data = make_expert(init_rows="class_means"), make_features()
+    model, data = make_expert(init_rows="class_means", whitening=True), make_features()
     arguments = make_arguments(out, num_train_epochs=0)
     trainer = ExpertTrainer(model, arguments, train_dataset=data)
     trainer.train()
     layer = trainer.tuner.layer
     assert layer.luca_reference_mean["new"].any()
+    assert layer.luca_whitening["new"].any()
     adapted = layer.luca(data.features, "new").double()
     means = torch.stack([adapted[data.labels == label].mean(dim=0) for label in range(3)])
     torch.testing.assert_close(layer.luca_class_rows["new"].double(), means, rtol=1e-5, atol=1e-5)

@@ -23,6 +23,7 @@ from peft import get_peft_model
 from torch import Tensor, nn
 
 from peft_luca import LucaConfig, LucaLayer
+from peft_luca.tuner.layer import cls_of
 
 
 DOCS = Path(__file__).parents[2] / "docs" / "backbones.md"
@@ -133,7 +134,10 @@ def test_the_head_is_found_and_reads_what_the_table_says(row: Row):
     assert model.base_model.targeted_module_names == ["classifier"]
     assert head_width == (32 if row.widths == "2h" else 16)
     read = []
-    model.base_model.layer.register_forward_hook(lambda layer, inputs, output: read.append(layer.pooled(inputs[0])))
+    layer = model.base_model.layer
+    layer.register_forward_hook(
+        lambda _, inputs, output: read.append(cls_of(inputs[0], layer.width, layer.input_width))
+    )
     assert model(**images).logits.shape == (3, 3)
     torch.testing.assert_close(read[0], expected)
     if row.model != "Siglip2":  # which needs more than pixel values
@@ -157,7 +161,7 @@ def test_a_base_without_labels(row: Row):
 @pytest.mark.parametrize("model", ["Pvt", "CLIP", "ConvNext"])
 def test_a_base_without_labels_whose_width_no_one_tells(model: str):
     base = build(next(row for row in ROWS if row.model == model), num_labels=0)
-    with pytest.raises(ValueError, match=r"'classifier' .* is an Identity of unknown width.*num_labels of 1 or more"):
+    with pytest.raises(ValueError, match=r"'classifier' .* is a Identity, .*hidden_size.*num_labels of 1 or more"):
         get_peft_model(base, expert_config(pooled="any"))
 
 
@@ -207,7 +211,7 @@ def test_any_module_with_a_named_head(target: str | list[str]):
         (None, "looking for a classifier finds none in OwnNet"),
         (["head"], r"target_modules=\['head'\] names none in OwnNet"),
         (["fc", "aux"], r"exactly one head, but .* names 2 \(fc, aux\) in OwnNet"),
-        (["body"], "'body' of OwnNet is a Sequential, but LuCA reads one pooled vector"),
+        (["body"], "'body' of OwnNet is a Sequential, but LuCA needs a Linear"),
     ],
 )
 def test_not_exactly_one_head(target: list[str] | None, message: str):

@@ -1,22 +1,36 @@
 """The backbone's fingerprint, [CLS] by a shallow copy, the reference pictures, and experts of another backbone."""
 
 import hashlib
+import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import D, assert_same, expert_tensors, make_dinov2, make_model, make_vit, pixels, trunk_tensors
+from helpers import (
+    D,
+    assert_same,
+    expert_tensors,
+    make_dinov2,
+    make_model,
+    make_processor,
+    make_trainer,
+    make_vit,
+    pixels,
+    read_json,
+    trunk_tensors,
+)
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 
-from peft_luca import LucaConfig, draw_reference_pictures, load_experts, save_expert, save_experts
+from peft_luca import LucaConfig, draw_reference_pictures, load_expert, load_experts, save_expert, save_experts
 from peft_luca.tuner.backbone import (
     BACKBONE_TOLERANCE,
     BackboneFacts,
     check_backbone,
-    fingerprint,
     pooled_features,
+    processor_facts,
     reference_distance,
 )
 from peft_luca.tuner.head import Head, find_head
@@ -28,6 +42,7 @@ def with_references(base):
     for name in "tu":
         layer.luca_reference_mean[name].zero_()
         layer.luca_reference_std[name].fill_(1)
+        layer.luca_whitening[name].zero_()
         model.compute_reference(name)
     return model
 
@@ -35,20 +50,33 @@ def with_references(base):
 # --- the fingerprint ---
 
 
-def test_fingerprint_is_the_digest_of_the_sorted_digests():
+def trunk_of(*tensors, names="abc"):
+    """A trunk that holds tensors, before its head."""
+    trunk = nn.Module()
+    for name, tensor in zip(names, tensors, strict=True):
+        trunk.register_buffer(name, tensor)
+    return BackboneFacts.of(nn.ModuleDict({"trunk": trunk, "head": nn.Linear(2, 2)}), "head")
+
+
+def test_fingerprint_is_that_of_the_tensors_in_their_order_whatever_their_names():
     tensors = [torch.arange(6.0).reshape(2, 3), torch.tensor(3), torch.ones(2).bfloat16()]
-    digests = sorted(
+    digests = [
         hashlib.sha256(header.encode() + content).digest()
         for header, content in (
             ("torch.float32 (2, 3) ", np.arange(6, dtype="<f4").tobytes()),
             ("torch.int64 () ", np.array(3, dtype="<i8").tobytes()),
             ("torch.bfloat16 (2,) ", bytes.fromhex("803f803f")),
         )
-    )
-    assert fingerprint(tensors) == hashlib.sha256(b"".join(digests)).hexdigest()
-    assert fingerprint(tensors[::-1]) == fingerprint(tensors)
-    assert fingerprint([tensors[0].T.contiguous().T, *tensors[1:]]) == fingerprint(tensors)  # strides do not count
-    assert fingerprint([tensors[0].reshape(3, 2), *tensors[1:]]) != fingerprint(tensors)
+    ]
+    facts = trunk_of(*tensors)
+    assert facts.fingerprint == hashlib.sha256(b"".join(digests)).hexdigest()
+    assert facts.old_fingerprint == hashlib.sha256(b"".join(sorted(digests))).hexdigest()
+    assert trunk_of(*tensors, names="zyx").fingerprint == facts.fingerprint
+    assert trunk_of(*tensors[::-1]).fingerprint != facts.fingerprint
+    assert trunk_of(*tensors[::-1]).old_fingerprint == facts.old_fingerprint
+    strides = trunk_of(tensors[0].T.contiguous().T, *tensors[1:])
+    assert strides.fingerprint == facts.fingerprint
+    assert trunk_of(tensors[0].reshape(3, 2), *tensors[1:]).fingerprint != facts.fingerprint
 
 
 def test_fingerprint_is_of_the_trunk_alone_and_not_of_head_or_experts():
@@ -125,77 +153,14 @@ def test_pooled_features_stop_before_the_head_also_where_the_model_runs_other_co
     assert torch.equal(pooled_features(model, head, x), expected)
 
 
-# --- the reference ---
-
-
-def test_reference_pictures_are_the_same_everywhere():
-    pictures = draw_reference_pictures(6, 16)
-    assert pictures.shape == (6, 16, 16, 3)
-    assert pictures.dtype == np.uint8
-    assert hashlib.sha256(pictures.tobytes()).hexdigest().startswith("99e9a21a827636b1")
-    state = np.random.get_state()[1].copy()
-    assert np.array_equal(draw_reference_pictures(3, 16), pictures[:3])
-    assert np.array_equal(np.random.get_state()[1], state)
-    assert not np.array_equal(draw_reference_pictures(6, 16, seed=1), pictures)
-    assert len({picture.tobytes() for picture in pictures}) == 6
-
-
 def exact_reference(model, dtype=torch.float32):
-    """Mean and deviation of [CLS] over 192 drawings in [-1, 1], from the trunk's own output."""
-    pictures = torch.from_numpy(draw_reference_pictures(192, 16)).permute(0, 3, 1, 2)
+    """Mean and deviation of [CLS] over 768 drawings in [-1, 1], from the trunk's own output."""
+    pictures = torch.from_numpy(draw_reference_pictures(768, 16)).permute(0, 3, 1, 2)
     with torch.no_grad():
         trunk = model.get_base_model().base_model
         z = trunk((pictures.float() / 127.5 - 1).to(dtype)).last_hidden_state[:, 0].double()
     mean = z.sum(dim=0) / len(z)
     return mean, ((z - mean).square().sum(dim=0) / (len(z) - 1)).sqrt()
-
-
-@pytest.mark.parametrize("make", [make_vit, make_dinov2])
-def test_the_reference_is_the_mean_and_deviation_of_cls_over_the_pictures(make):
-    model = with_references(make())
-    mean, std = exact_reference(model)
-    layer = model.base_model.layer
-    for name in "tu":
-        torch.testing.assert_close(layer.luca_reference_mean[name].double(), mean, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(layer.luca_reference_std[name].double(), std, rtol=1e-4, atol=1e-5)
-
-
-def test_a_reference_that_is_there_is_kept():
-    model = make_model({"t": ["a"]})
-    before = expert_tensors(model, "t")
-    model.compute_reference("t")
-    assert_same(expert_tensors(model, "t"), before)
-
-
-def test_a_dimension_of_cls_that_never_moves_keeps_a_deviation_of_one():
-    facts = BackboneFacts.of(make_vit(num_channels=1), "classifier")
-    images = []
-    mean, std = facts.reference(lambda x: images.append(x) or torch.stack([x[:, 0, 0, 0], 0 * x[:, 0, 0, 0]], dim=1))
-    assert (float(mean[1]), float(std[1])) == (0.0, 1.0)
-    assert 0.1 < float(std[0]) < 1.0
-    assert images[0].shape == (16, 1, 16, 16)  # grey for a backbone of one channel
-    assert len(torch.cat(images)) == 192
-
-
-def test_a_trunk_that_interpolates_gets_small_pictures():
-    sizes = []
-    for patch, expected in ((2, 16), (8, 32)):
-        facts = BackboneFacts.of(make_dinov2(image_size=32, patch_size=patch), "classifier")
-        facts.reference(lambda x: sizes.append(x.shape[-1]) or x[:, 0, 0])
-        assert set(sizes) == {expected}
-        sizes.clear()
-
-
-@pytest.mark.parametrize(
-    ("device", "message"), [("meta", "which are on the meta device"), ("cpu", "needs config.image_size")]
-)
-def test_a_reference_needs_weights_and_a_picture_size(device, message):
-    with torch.device(device):
-        base = make_vit()
-    base.config.__dict__["image_size"] = None
-    model = get_peft_model(base, LucaConfig(classes=["a"]))
-    with pytest.raises(ValueError, match=message):
-        model.compute_reference()
 
 
 def test_reference_distance():
@@ -291,6 +256,211 @@ def test_another_dtype_is_loaded_with_a_warning_that_has_its_distance(tmp_path, 
 def test_other_weights_are_far_away():
     first, second = (exact_reference(make_model({"t": ["a"]}, base=make_vit(seed=seed))) for seed in (0, 1))
     assert reference_distance(first, second) > 1.0
+
+
+# --- the same tensors in another model ---
+
+
+def vit_with(**changes):
+    """The backbone of the expert, with other settings."""
+    base = make_vit(**changes)
+    base.load_state_dict(make_vit().state_dict())
+    return base
+
+
+def vit_with_swapped_layers():
+    base = make_vit()
+    base.vit.layers[0], base.vit.layers[1] = base.vit.layers[1], base.vit.layers[0]
+    return base
+
+
+def vit_with_epsilon_in_its_modules():
+    base = make_vit()
+    for module in base.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = 0.3
+    return base
+
+
+OTHER_TRUNKS = {
+    "layers": (vit_with_swapped_layers, "other weights"),
+    "epsilon": (lambda: vit_with(layer_norm_eps=0.3), r"other settings \(norm_eps \[1e-12\] there, \[0.3\] here\)"),
+    "module": (vit_with_epsilon_in_its_modules, r"other settings \(norm_eps \[1e-12\] there, \[0.3\] here\)"),
+    "activation": (lambda: vit_with(hidden_act="relu"), r"other settings \(hidden_act 'gelu' there, 'relu' here\)"),
+    "heads": (lambda: vit_with(num_attention_heads=1), r"other settings \(num_attention_heads 2 there, 1 here\)"),
+}
+
+
+def every_path(folder, make):
+    """Loads the expert `t` of a collection on a backbone, by every path."""
+
+    def add(load):
+        model = make_model({"own": ["a", "b"]}, base=make())
+        load(model)
+        return model
+
+    return (
+        lambda: PeftModel.from_pretrained(make(), folder / "t", adapter_name="t"),
+        lambda: add(lambda model: model.load_adapter(str(folder / "t"), "t")),
+        lambda: load_expert(make(), folder, "t"),
+        lambda: load_experts(make(), folder),
+        lambda: load_experts(add(lambda model: None), folder),
+    )
+
+
+def make_older(folder):
+    """Experts as they were written before the places of tensors and the settings counted."""
+    for path in folder.glob("*/adapter_config.json"):
+        values = read_json(path)
+        del values["backbone_settings"], values["processor"]
+        values["fingerprint"] = BackboneFacts.of(make_vit(), "classifier").old_fingerprint
+        path.write_text(json.dumps(values), encoding="utf-8")
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("other", OTHER_TRUNKS)
+def test_the_same_tensors_in_another_model_are_refused_by_every_path(tmp_path, other, is_old):
+    make, message = OTHER_TRUNKS[other]
+    save_experts(with_references(make_vit()), tmp_path)
+    if is_old:
+        make_older(tmp_path)
+        message = "its tensors in other places, or other settings"
+    for load in every_path(tmp_path, make):
+        with pytest.raises(
+            ValueError, match=rf"expert 't' was trained on .* with {message}: .* deviations away, more than"
+        ):
+            load()
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_same_backbone_loads_by_every_path_without_a_warning_and_is_not_measured_again(
+    tmp_path, is_old, monkeypatch, recwarn
+):
+    model = with_references(make_vit())
+    save_experts(model, tmp_path)
+    if is_old:
+        make_older(tmp_path)
+    monkeypatch.setattr("peft_luca.tuner.backbone.measure_reference", None)  # an error where it is measured
+    what_does_not_count = {"hidden_dropout_prob": 0.4, "initializer_range": 0.5, "attn_implementation": "eager"}
+    for load in every_path(tmp_path, make_vit if is_old else lambda: vit_with(**what_does_not_count)):
+        assert_same(expert_tensors(load(), "t"), expert_tensors(model, "t"))
+    assert not [str(warning.message) for warning in recwarn if "backbone" in str(warning.message)]
+
+
+def test_an_older_expert_without_a_reference_loads_where_the_tensors_are_the_same(tmp_path):
+    save_experts(get_peft_model(make_vit(), LucaConfig(classes=["a"]), adapter_name="t"), tmp_path)
+    make_older(tmp_path)
+    for load in every_path(tmp_path, make_vit):
+        assert "t" in load().experts
+    with pytest.raises(ValueError, match=r"no reference to compare \[CLS\] by"):
+        load_experts(make_vit(seed=1), tmp_path)
+
+
+def test_a_setting_that_hardly_moves_cls_is_named_in_a_warning_and_measured_once(tmp_path, monkeypatch):
+    save_experts(with_references(make_vit()), tmp_path)
+    message = (
+        r"other settings \(hidden_act 'gelu' there, 'gelu_pytorch_tanh' here\).* is only 0\.00\d+ deviations away"
+    )
+    for load in every_path(tmp_path, lambda: vit_with(hidden_act="gelu_pytorch_tanh")):
+        with pytest.warns(UserWarning, match=message):
+            load()
+        monkeypatch.setattr("peft_luca.tuner.backbone.measure_reference", None)
+    base = vit_with(hidden_act="gelu_pytorch_tanh").bfloat16()
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match=r"with other weights and other settings \(hidden_act"):
+        load_experts(base, tmp_path)
+
+
+def test_a_setting_that_only_one_version_of_transformers_knows_is_not_compared(tmp_path, recwarn):
+    save_experts(with_references(make_vit()), tmp_path)
+    for path in tmp_path.glob("*/adapter_config.json"):
+        values = read_json(path)
+        del values["backbone_settings"]["num_attention_heads"]
+        values["backbone_settings"]["rope_theta"] = 100.0
+        path.write_text(json.dumps(values), encoding="utf-8")
+    load_experts(make_vit(), tmp_path)
+    assert not [str(warning.message) for warning in recwarn if "backbone" in str(warning.message)]
+
+
+def test_swapped_layers_do_not_find_the_reference_of_the_others():
+    first, second = (with_references(make()) for make in (make_vit, vit_with_swapped_layers))
+    assert first.backbone.old_fingerprint == second.backbone.old_fingerprint
+    assert not torch.equal(first.base_model.layer.luca_reference_mean["t"], exact_reference(second)[0].float())
+    torch.testing.assert_close(second.base_model.layer.luca_reference_mean["t"].double(), exact_reference(second)[0])
+
+
+# --- another image processor ---
+
+
+def test_processor_facts_are_what_is_done_to_pixels():
+    facts = {"do_resize": True, "size": {"height": 16, "width": 16}, "resample": 2}
+    facts |= {"do_rescale": True, "rescale_factor": 1 / 255}
+    facts |= {"do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    assert processor_facts(make_processor()) == facts
+    without = make_processor(do_normalize=False, do_rescale=False, image_mean=[0.1] * 3)
+    assert processor_facts(without) == {name: facts[name] for name in ("do_resize", "size", "resample")}
+    assert processor_facts(SimpleNamespace(image_processor=make_processor())) == facts  # of a processor of two kinds
+    assert processor_facts(None) is None
+    assert processor_facts(lambda images, return_tensors: {}) is None
+
+
+def trained(folder, **processor):
+    """The folder of the first expert of a run with an image processor."""
+    trainer = make_trainer(folder, num_train_epochs=1, processor=make_processor(**processor))
+    trainer.train()
+    return folder / next(iter(trainer.tuner.experts))
+
+
+DIFFERING = (
+    r"image processor than {}: image_mean \[0.5, 0.5, 0.5\] there, \[0.1, 0.1, 0.1\] here, "
+    r"image_std \[0.5, 0.5, 0.5\] there, \[0.3, 0.3, 0.3\] here"
+)
+
+
+def test_another_image_processor_is_named_wherever_experts_meet_it(tmp_path):
+    """Saved with each expert by the trainer, it is compared where another one is given, or another expert's."""
+    other = {"image_mean": [0.1] * 3, "image_std": [0.3] * 3}
+    first, second = trained(tmp_path / "one"), trained(tmp_path / "two", **other)
+    given = make_processor(**other)
+    assert read_json(second / "adapter_config.json")["processor"] == processor_facts(given)
+    message = DIFFERING.format("the one that is given")
+    with pytest.warns(UserWarning, match=message):
+        load_experts(make_vit(), tmp_path / "one", processing_class=given)
+    with pytest.warns(UserWarning, match=message):
+        load_expert(make_vit(), first, "t", processing_class=given)
+    with pytest.warns(UserWarning, match=message):
+        make_trainer(tmp_path / "one", num_train_epochs=1, processor=given).train()  # resumes
+    model = load_experts(make_vit(), {"x": first})
+    with pytest.warns(UserWarning, match=message):
+        make_trainer(tmp_path / "three", model=model, processor=given)
+    with pytest.warns(UserWarning, match=DIFFERING.format("that of 'b'")):
+        load_experts(make_vit(), {"b": second, "a": first})
+    model = PeftModel.from_pretrained(make_vit(), second, adapter_name="b")
+    with pytest.warns(UserWarning, match=DIFFERING.format("that of 'b'")):
+        model.load_adapter(str(first), "a")
+
+
+def test_the_same_image_processor_and_an_unknown_one_warn_of_nothing(tmp_path, recwarn):
+    expert = trained(tmp_path / "one")
+    load_experts(make_vit(), tmp_path / "one", processing_class=make_processor())
+    load_experts(load_experts(make_vit(), tmp_path / "one"), {"x": expert})
+    load_experts(make_model({"own": ["a"]}), tmp_path / "one", processing_class=lambda images, return_tensors: {})
+    assert not [str(warning.message) for warning in recwarn if "processor" in str(warning.message)]
+
+
+# --- an expert in the trunk ---
+
+
+@pytest.mark.parametrize("target", ["vit.layers.1.mlp.fc2", "layers.0.attention.o_proj"])
+def test_an_expert_inside_the_trunk_is_refused_by_every_path(tmp_path, target):
+    save_experts(with_references(make_vit()), tmp_path)
+    path = tmp_path / "t" / "adapter_config.json"
+    path.write_text(json.dumps({**read_json(path), "target_modules": [target]}), encoding="utf-8")
+    for load in every_path(tmp_path, make_vit):
+        with pytest.raises(
+            ValueError, match=rf"names '\S*{target}', a part of the trunk of ViTForImageClassification"
+        ):
+            load()
 
 
 # --- PEFT's own loading, into an expert that is there ---

@@ -38,6 +38,8 @@ from peft_luca.tuner.config import ARRANGEMENTS, NORM_POSITIONS, OWN_RECIPE, POO
         ({"background": 3}, "background must be the name of a colour, such as 'white', got 3"),
         ({"classes": []}, "classes is empty"),
         ({"classes": "cat"}, "classes must be a list of class names, got the string 'cat'"),
+        ({"backbone_settings": "gelu"}, "backbone_settings must be a dict, got 'gelu'"),
+        ({"processor": [0.5]}, r"processor must be a dict, got \[0\.5\]"),
         ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS', but LucaConfig needs task_type=None"),
     ],
 )
@@ -96,6 +98,8 @@ def test_allow_mismatch_is_not_saved(tmp_path):
             "pooled": st.sampled_from(POOLED),
             "target_modules": st.none() | st.just(["classifier"]),
             "fingerprint": st.none() | st.just("abc"),
+            "backbone_settings": st.none() | st.just({"hidden_act": "gelu", "norm_eps": [1e-12]}),
+            "processor": st.none() | st.just({"do_resize": True, "size": {"height": 16, "width": 16}}),
         },
     )
 )
@@ -111,7 +115,7 @@ def test_every_field_comes_back_from_its_file(values):
     template = config.resolve().template()
     assert {name: getattr(template, name) for name in values} == {
         **values,
-        **dict.fromkeys({"fingerprint"} & {*values}),
+        **dict.fromkeys({"fingerprint", "backbone_settings", "processor"} & {*values}),
     }
 
 

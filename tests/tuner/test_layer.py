@@ -158,6 +158,8 @@ def test_initialization(vit):
     assert bool((layer.luca_class_rows["default"].norm(dim=1) > 0.3).all())
     assert not layer.luca_reference_mean["default"].any()  # the identity until it is computed
     assert bool((layer.luca_reference_std["default"] == 1).all())
+    assert layer.luca_whitening["default"].shape == (32, 31)
+    assert not layer.luca_whitening["default"].any()
     model.add_adapter("zeros", LucaConfig(classes=SIX, init_rows="zeros"))
     assert not layer.luca_class_rows["zeros"].any()
 
@@ -181,6 +183,7 @@ def test_rows_become_class_means_of_adapted_features_or_of_standardized_cls():
     layer, labels = model.base_model.layer, torch.tensor([2, 0, 1, 1, 0, 2, 2, 2, 0])
     other = layer.luca_class_rows["u"].clone()
     standard = (z.double() - layer.luca_reference_mean["t"].double()) / layer.luca_reference_std["t"].double()
+    standard = standard - standard @ layer.luca_whitening["t"].double() @ layer.luca_whitening["t"].double().T
     for adapted, features in ((True, exact_luca(model, "t", z)), (False, standard)):
         model.set_rows_to_class_means("t", z, labels, adapted=adapted)
         close(layer.luca_class_rows["t"], torch.stack([features[labels == k].mean(dim=0) for k in range(3)]))
@@ -223,6 +226,7 @@ def test_deleting_an_expert_deletes_its_statistics():
 def test_a_large_batch_is_split_within_the_memory_budget(monkeypatch):
     model, z = make_model({"s": ["a", "b"], "t": ["c", "d", "e"]}), vectors(10)
     layer = model.base_model.layer
+    model.set_router("entropy")
     whole, real, sizes = model.route_features(z), layer.scores, []
     monkeypatch.setattr("peft_luca.routing.router.MEMORY_BUDGET", 3 * 2 * 5)  # 3 images, 2 experts, 5 classes
     monkeypatch.setattr(layer, "scores", lambda part: sizes.append(len(part)) or real(part))

@@ -163,6 +163,15 @@ def test_load_best_model_at_end_of_an_expert_of_another_name_is_left_to_the_user
     assert all(torch.equal(tensor, seen[2][name]) for name, tensor in weights(model).items())
 
 
+def test_a_copy_may_replace_the_weights_of_any_expert_until_it_is_trained(tmp_path):
+    model = with_experts(birds=ANIMALS, owls=ANIMALS, hawks=ANIMALS)
+    model.save_pretrained(str(tmp_path), selected_adapters=["birds"])
+    model.load_adapter(str(tmp_path / "birds"), "owls")  # which was not added last
+    model.train()
+    with pytest.raises(ValueError, match="these are the weights of expert 'birds'"):
+        model.load_adapter(str(tmp_path / "birds"), "hawks")
+
+
 def test_load_best_model_at_end_never_gives_an_expert_the_weights_of_default(tmp_path):
     model = with_experts(default=ANIMALS, birds=TREES)
     model.set_adapter("birds")
