@@ -7,13 +7,14 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import ClassLabel, Dataset, Image, Value
+from datasets import ClassLabel, Dataset, Image, Value, config
 
 from ..utils import list_names, spelling
 
@@ -93,7 +94,12 @@ class LabeledImages(Column):
         lookup = np.array([ids[name] for name in self.names], dtype=np.int64)
         # Labels are added to the whole dataset, of which tasks select rows: adding a column to a dataset that has an
         # indices mapping writes all its images.
-        dataset = self.images.add_column("labels", lookup[self.codes], feature=Value("int64"))
+        images = self.images
+        if images._indices is not None and images.cache_files:  # would be written beside the data, by default
+            folder = Path(config.HF_DATASETS_CACHE) / "peft_luca"
+            folder.mkdir(parents=True, exist_ok=True)
+            images = images.flatten_indices(cache_file_name=str(folder / f"images-{images._fingerprint}.arrow"))
+        dataset = images.add_column("labels", lookup[self.codes], feature=Value("int64"))
         (column,) = self.images.column_names
         _check_no_nulls(dataset.data.column(column), f"column {column!r}")
         return dataset

@@ -40,7 +40,8 @@ def load_splits(
 ) -> tuple[Dataset, Dataset | None]:
     """Returns the train and the test images of anything that a [`TaskStream`] accepts."""
     if isinstance(dataset, str | Path):
-        dataset = read_image_folder(Path(dataset)) or load_dataset(str(dataset))
+        place = Path(dataset).expanduser()
+        dataset = read_image_folder(place) or load_dataset(str(place if place.exists() else dataset))
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         if test_split is None:
             names = [name for name, split in SPLITS.items() if split != "train"]

@@ -91,7 +91,7 @@ def make_card(
         **more,
     )
     config = tuner.peft_config[names[0]]
-    settings = {key: value for key, value in results.get("settings", {}).items() if key != "luca_config"}
+    settings = {key: value for key, value in results.get("settings", {}).items() if not isinstance(value, dict)}
     settings |= {key: getattr(config, key) for key in CONFIG_SETTINGS}
     versions = {"peft_luca": __version__, "Python": platform.python_version()}
     versions |= {package: version(package) for package in PACKAGES}

@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ from .validation import (
     STATISTICS_FORMAT,
     STATISTICS_NAME,
     Manifest,
+    expert_digests,
     read_config,
     read_manifest,
     read_statistics,
@@ -62,8 +64,8 @@ from .validation import (
 # config. Nothing else is fetched from a stranger's repository.
 EXPERT_FILES = (STATISTICS_NAME, SAFETENSORS_WEIGHTS_NAME, CONFIG_NAME)
 Source = str | os.PathLike[str]
-MAX_DOWNLOAD_BYTES = 2**34  # of one repository
 logger = logging.get_logger(__name__)
+MAX_DOWNLOAD_BYTES = 2**34  # of one repository
 
 
 def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: bool = True) -> None:
@@ -80,7 +82,7 @@ def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: b
             and main directions, which for a class of few images is nearly its images' features. `False` also removes
             those that are in the folder.
     """
-    target = Path(directory)
+    target = Path(directory).expanduser()
     # Given the whole state of the model, PEFT compares every tensor with every expert's name, which takes minutes
     # among thousands. Under FSDP only PEFT can gather the state.
     path, layer = find_layer(tuner_of(model))
@@ -96,8 +98,11 @@ def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: b
         model.save_pretrained(staging, selected_adapters=[name], save_embedding_layers=False, state_dict=state_dict)
         written = Path(staging) if name == "default" else Path(staging, name)
         if statistics and name in layer.statistics:
-            save_statistics(layer.statistics[name], written)
+            save_statistics(layer.statistics[name], written, expert_digests(written))
         target.mkdir(exist_ok=True)
+        config = target / CONFIG_NAME
+        if config.is_file() and config.read_bytes() != (written / CONFIG_NAME).read_bytes():
+            config.unlink()  # cut off here, the folder holds no expert, rather than parts of two
         for file in EXPERT_FILES:
             if not (written / file).exists():
                 (target / file).unlink(missing_ok=True)
@@ -111,7 +116,8 @@ def save_experts(
     model: PeftModel, directory: Source, names: Sequence[str] | None = None, *, statistics: bool = True
 ) -> None:
     """
-    Saves a collection: one PEFT adapter per subfolder, and `experts.json` with their order, classes and the router.
+    Saves a collection: one PEFT adapter per subfolder, and `experts.json` with their order, classes and the router. Of
+    a collection that is there already, experts that the model does not have are deleted.
 
     Args:
         model ([`~peft.PeftModel`]): The model.
@@ -122,7 +128,8 @@ def save_experts(
     Raises:
         ValueError: the router is a function, or it needs the statistics that are left out.
     """
-    tuner, folder = tuner_of(model), Path(directory)
+    tuner, folder = tuner_of(model), Path(directory).expanduser()
+    names = list(tuner.experts) if names is None else names
     if (router := tuner.router) is not None:
         if router.name is None:
             remedy = "Save with set_router(None), and set the function again after loading"
@@ -130,7 +137,8 @@ def save_experts(
         if router.needs_statistics and not statistics:
             raise ValueError(f"the router {router.name!r} needs the experts' statistics: leave out statistics=False.")
     folder.mkdir(parents=True, exist_ok=True)
-    for name in tuner.experts if names is None else names:
+    there = read_manifest(folder).names if (folder / MANIFEST_NAME).is_file() else []
+    for name in names:
         save_expert(model, name, folder / name, statistics=statistics)
     manifest = {
         "format": MANIFEST_FORMAT,
@@ -139,15 +147,21 @@ def save_experts(
         "fingerprint": tuner.backbone.fingerprint,
     }
     write_json(folder / MANIFEST_NAME, manifest)
+    kept = {name.lower() for name in tuner.experts}  # on some disks their folders are the same
+    for place in (folder / name for name in there if name.lower() not in kept):
+        for file in EXPERT_FILES:
+            (place / file).unlink(missing_ok=True)
+        with suppress(OSError):  # other files stay
+            place.rmdir()
 
 
-def save_statistics(statistics: ClassStatistics, folder: Source) -> None:
-    """Writes `statistics.safetensors` into a folder, whole or not at all."""
+def save_statistics(statistics: ClassStatistics, folder: Source, digests: Mapping[str, str] | None = None) -> None:
+    """Writes `statistics.safetensors` into a folder, whole or not at all, with the digests of their expert."""
     tensors = {name: tensor.contiguous() for name, tensor in statistics.tensors().items()}
     # One entry only: safetensors writes several in an order that differs from one time to the next.
-    about = json.dumps({"format": STATISTICS_FORMAT, "classes": statistics.classes}, ensure_ascii=False)
+    about = {"format": STATISTICS_FORMAT, "classes": statistics.classes, **(digests or {})}
     with atomic_write(Path(folder) / STATISTICS_NAME) as temporary:
-        save_file(tensors, temporary, {"statistics": about})
+        save_file(tensors, temporary, {"statistics": json.dumps(about, ensure_ascii=False)})
 
 
 def load_experts(
@@ -256,8 +270,8 @@ def _local(source: Source, revision: str | None, token: str | bool | None, name:
     Returns the folder of a source: itself, or where the files of a Hub repository are in the cache. Of a collection
     the manifest is downloaded first, then what it lists, of the expert `name` or of all (`None`).
     """
-    if Path(source).is_dir():
-        return Path(source)
+    if Path(source).expanduser().is_dir():
+        return Path(source).expanduser()
     repo_id, files = str(source), EXPERT_FILES if statistics else EXPERT_FILES[1:]
     try:
         commit = resolve_revision(repo_id, revision=revision, token=token)

@@ -36,6 +36,8 @@ MIN_DEVIATION = 1e-6
 MAX_IMAGES = 1e12  # of a class
 TOLERANCE = 1e-3  # of statistics, which were rounded to float32
 FLOATS = ("F64", "F32", "F16", "BF16")
+# What a config says about the weights beside it.
+CONFIG_FACTS = "classes adapter_width calibrator_width arrangement norm_position positive_scale reference".split()
 
 Specs = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # tensor name -> allowed dtypes, shape
 Header = Mapping[str, tuple[str, list[int]]]  # tensor name -> dtype, shape
@@ -135,12 +137,23 @@ def read_statistics(folder: str | os.PathLike[str]) -> ClassStatistics:
     path = Path(folder) / STATISTICS_NAME
     try:
         tensors, metadata = _read_tensors(path, _statistics_specs)
+        about = json.loads(metadata["statistics"])
+        digests = {key: about[key] for key in ("weights", "config") if key in about}
+        if digests and digests != expert_digests(path.parent):
+            raise ValueError("it does not belong to the weights and the config beside it.")
         _check_statistics(tensors)
     except (ValueError, RecursionError) as error:
         reason = f"{error}" if isinstance(error, InvalidExpertError) else f"{path}: {error}"
         raise InvalidExpertError(f"{reason} Get the file again, or load without it: statistics=False.") from error
     factors = tuple(tensors.pop("factors").split(tensors.pop("factor_rows").tolist()))
     return ClassStatistics(tuple(_statistics_classes(metadata)), factors=factors, **tensors)
+
+
+def expert_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of the weights of the expert in a folder, and of what its config says about them."""
+    values = read_json(folder / CONFIG_NAME)
+    facts = json.dumps([values.get(name) for name in CONFIG_FACTS]).encode()
+    return {"weights": _digest(folder / SAFETENSORS_WEIGHTS_NAME), "config": hashlib.sha256(facts).hexdigest()}
 
 
 def _statistics_classes(metadata: Mapping[str, str]) -> list[str]:
@@ -277,9 +290,13 @@ def _check_digest(path: Path) -> None:
     wanted = path.resolve().name
     if not path.is_symlink() or not re.fullmatch("[0-9a-f]{64}", wanted):
         return
+    if _digest(path) != wanted:
+        raise InvalidExpertError(f"{path} is not the file that the Hub has. Delete it from the cache, and load again.")
+
+
+def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(2**20):
             digest.update(block)
-    if digest.hexdigest() != wanted:
-        raise InvalidExpertError(f"{path} is not the file that the Hub has. Delete it from the cache, and load again.")
+    return digest.hexdigest()

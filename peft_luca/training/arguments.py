@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -175,6 +176,10 @@ class ContinualTrainingArguments(TrainingArguments):
         for name, value in recipe.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        # Another working folder, later on, changes neither.
+        self.output_dir = os.path.abspath(os.path.expanduser(self.output_dir or "trainer_output"))
+        if self.features_cache_dir is not None:
+            self.features_cache_dir = os.path.abspath(os.path.expanduser(self.features_cache_dir))
         super().__post_init__()
         for name, choices in CHOICES.items():
             self._check_choice(name, choices)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
-from transformers.trainer_utils import HubStrategy, TrainOutput, has_length
+from transformers.trainer_utils import HubStrategy, TrainOutput
 from transformers.utils import logging
 
 from ..data.collator import ImageCollator
@@ -86,6 +86,7 @@ class ContinualTrainer(PublishingTrainer):
         self.folder = RunFolder(str(args.output_dir), args.should_save)
         self.task_features = TaskFeatures(self)
         self._records: list[Record] = []  # one per learned task, as results.json has them
+        self._saved: list[str] = []  # experts in the folder when it was last looked at
         self._pushing: Future[Any] | None = None  # to the Hub, in the background
 
     # ---- the stream ----------------------------------------------------------------------------------------------
@@ -125,15 +126,19 @@ class ContinualTrainer(PublishingTrainer):
             name (`str`, *optional*): The new task's name, for a dataset.
         """
         with self.folder.lock():
-            self._resume()
             if isinstance(task, Task):
+                self._resume()
                 return self._train_task(task)
-            self.stream.append(task, name)
+            task = self.stream.append(task, name)
             try:
-                return self._train_task(self.stream[-1])
+                self._resume()
+                if task.name in self._saved:  # an earlier call was killed at its very end
+                    return TrainOutput(0, 0.0, {})
+                return self._train_task(task)
             except BaseException:
-                if self.stream[-1].name not in self._learned:
+                if task.name not in self._learned:
                     self.stream.pop()
+                    self.task_features = TaskFeatures(self)
                 raise
 
     def _train_task(self, task: Task) -> TrainOutput:
@@ -192,6 +197,7 @@ class ContinualTrainer(PublishingTrainer):
         )
         trainer.callback_handler.callbacks = self.callback_handler.callbacks
         trainer.earlier_steps = self.state.global_step
+        args.output_dir = str(self.folder.path / task.name)  # of its checkpoints
         try:
             output = trainer.train()
         finally:
@@ -205,9 +211,10 @@ class ContinualTrainer(PublishingTrainer):
         record: dict[str, Any] = {
             "name": task.name,
             "classes": list(task.classes),
-            "train_images": len(task.train) if has_length(task.train) else None,
-            "test_images": len(task.test) if task.test is not None else 0,
+            "train_images": len(task.train),
+            "test_images": len(task.test or ()),
             "skipped_images": self.task_features.skipped(task),
+            "images": self.task_features.digests(task),
             "steps": output.global_step,
             "train_loss": output.training_loss,
             "seconds": round(seconds, 3),
@@ -220,6 +227,7 @@ class ContinualTrainer(PublishingTrainer):
         except BaseException:
             self._records.pop()  # a task is learned once it is on the disk
             raise
+        self._saved = list(self.tuner.experts)
         self._push_learned()
         counts = len(self._records), len(self.stream)
         print_line(self.args, task_line(*counts, record, results, len(self.tuner.classes)))
@@ -239,14 +247,13 @@ class ContinualTrainer(PublishingTrainer):
         of the accuracy matrix ends, and the last row is measured again with the remaining experts.
         """
         with self.folder.lock():
-            self._resume()
+            if self._resume() == adapter_name:
+                return  # an earlier call was cut off
             if not isinstance(self.model, PeftModel) or adapter_name not in self.tuner.experts:
                 raise ValueError(f"there is no expert {adapter_name!r} to delete.")
             self.model.delete_adapter(adapter_name)
             self._set_router()
-            if adapter_name in self._learned:
-                self._records[-1] |= measure(self, self._records)
-                self.folder.delete_expert(adapter_name, self.results())
+            self._resume()
 
     # ---- evaluating ----------------------------------------------------------------------------------------------
 
@@ -298,11 +305,13 @@ class ContinualTrainer(PublishingTrainer):
 
     def results(self) -> dict[str, Any]:
         """What `results.json` holds: the run's settings, each task as it was learned, and the figures."""
+        deleted = {record["name"] for record in self._records if record["name"] not in self.tuner.experts}
+        left = [task.classes for task in self.stream if task.name not in deleted]
         return {
             "format": RESULTS_FORMAT,
-            "settings": run_settings(self.args, self.luca_config),
-            "classes": list(self.stream.classes),
-            "tasks": [r if r["name"] in self.tuner.experts else {**r, "deleted": True} for r in self._records],
+            "settings": run_settings(self.args, self.luca_config, self.processing_class),
+            "classes": list(dict.fromkeys(sum(left, ()))),
+            "tasks": [r | {"deleted": True, "classes": []} if r["name"] in deleted else r for r in self._records],
             **all_figures(self, self._records),
         }
 
@@ -323,22 +332,37 @@ class ContinualTrainer(PublishingTrainer):
     def _learned(self) -> set[str]:
         return {record["name"] for record in self._records}
 
-    def _resume(self, refuse: bool = False) -> None:
-        """Loads what an earlier run finished in the output folder."""
-        self.folder.recover(task.name for task in self.stream)
-        if self._records:
-            return
-        records = self.folder.read(run_settings(self.args, self.luca_config), self.stream, refuse)
-        sources = {r["name"]: self.folder.path / r["name"] for r in records if not r.get("deleted")}
-        if sources:
-            self._set_model(load_experts(self.model, sources, processing_class=self.processing_class))
-        if not records:
-            return
-        self._records = records
-        self.state.global_step = sum(record["steps"] for record in records)
-        self._set_router()
-        done = f"{len(records)} of {pluralize(len(self.stream), 'task')}"
-        print_line(self.args, f"resuming after {done} found in {self.folder.path}")
+    def _resume(self, refuse: bool = False) -> str | None:
+        """
+        Takes up what is true in the output folder, and finishes what was cut off there: experts that an earlier run or
+        another process has learned or deleted come and go, and those that are gone from the model are deleted there.
+        Returns the name of the expert whose deletion was finished.
+        """
+        experts = list(self.tuner.experts) if isinstance(self.model, PeftModel) else []
+        # Those of a model that has none, since it was unloaded, come back.
+        deleted = [name for name in self._saved if experts and name not in experts]
+        self.folder.recover((task.name for task in self.stream), deleted)
+        pending, saved = self.folder.pending(), self.folder.experts()
+        settings = run_settings(self.args, self.luca_config, self.processing_class)
+        records = self.folder.read(settings, self.stream, self.task_features.digests, self._records, refuse)
+        new = {name: self.folder.path / name for name in saved if name not in experts}
+        if new:
+            self._set_model(load_experts(self.model, new, processing_class=self.processing_class))
+        gone = [name for name in self._saved if name in experts and name not in saved]
+        for name in gone:
+            self.model.delete_adapter(name)
+        if new or gone:
+            self._set_router()
+        if taken_up := records[len(self._records) :]:
+            self.state.global_step += sum(record["steps"] for record in taken_up)
+            done = f"{len(records)} of {pluralize(len(self.stream), 'task')}"
+            print_line(self.args, f"resuming after {done} found in {self.folder.path}")
+        self._records, self._saved = records, saved
+        if pending is not None:
+            if records:
+                records[-1] |= measure(self, records)
+            self.folder.finish(self.results())
+        return pending
 
     def _set_model(self, model: nn.Module) -> None:
         self.model = self.model_wrapped = self.callback_handler.model = model
@@ -351,7 +375,8 @@ class ContinualTrainer(PublishingTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # A collection of experts: safetensors and JSON only, no pickled arguments as Trainer writes them.
-        folder = self.folder if output_dir is None else RunFolder(output_dir, self.args.should_save)
+        folder = RunFolder(output_dir or self.folder.path, self.args.should_save)
+        folder = self.folder if folder.path == self.folder.path else folder
         folder.save(self.model, self.processing_class, self._results())
 
     def _results(self) -> dict[str, Any] | None:

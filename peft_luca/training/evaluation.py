@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,15 +87,29 @@ class TaskFeatures:
         """How many images of a task were left out."""
         return sum(len(data.skipped) for (name, _), data in self._features.items() if name == task.name)
 
+    def digests(self, task: Task) -> dict[str, str]:
+        """Split → a digest of a task's images and of their classes."""
+        digests, own = {}, np.array(self._own_labels(task))
+        for split in ("train", "test"):
+            if (dataset := getattr(task, split)) is not None:
+                labels = own[dataset.select_columns(["labels"]).with_format("numpy")[:]["labels"]].tolist()
+                digests[split] = hashlib.sha256(f"{self._digest(task, split)} {labels}".encode()).hexdigest()
+        return digests
+
+    def _digest(self, task: Task, split: str) -> str:
+        if (task.name, split) not in self._digests:
+            images, is_first = getattr(task, split), self.args.process_index == 0
+            digest = [digest_images(images, self.stream.image_column) if is_first else ""]
+            (self._digests[task.name, split],) = broadcast_object_list(digest)
+        return self._digests[task.name, split]
+
     def _extract(self, task: Task, split: str, view: int | None = None) -> FeatureDataset:
         dataset, args, tuner = getattr(task, split), self.args, self.trainer.tuner
         options = {"augmentation": view is not None, "view": view, "seed": args.seed}
         collator = replace(self.trainer.data_collator, label_ids=None, **options)
-        key, images = "", (task.name, split)
+        key, images = "", self._digest(task, split)
         if args.process_index == 0:
-            if images not in self._digests:
-                self._digests[images] = digest_images(dataset, self.stream.image_column)
-            key = features_key(tuner.backbone, collator, self._digests[images], args.features_dtype)
+            key = features_key(tuner.backbone, collator, images, args.features_dtype)
         (key,) = broadcast_object_list([key])
         path = Path(args.features_cache_dir or default_cache_dir()) / f"{key}.arrow"
         description = f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}")

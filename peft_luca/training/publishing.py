@@ -11,7 +11,7 @@ from transformers import ProgressCallback, Trainer
 
 from ..hub.model_card import CARD_NAME, CardFacts, make_card
 from ..tuner.model import LucaModel, tuner_of
-from ..utils import explain_write_errors
+from ..utils import atomic_write, explain_write_errors
 from .batches import ExpertProgressCallback
 from .metrics import Accuracy
 
@@ -84,8 +84,8 @@ class PublishingTrainer(Trainer):
         if self.is_world_process_zero():
             name = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             path = Path(self.args.output_dir) / CARD_NAME
-            with explain_write_errors(path):
-                path.write_text(make_card(self.tuner, name, facts, expert=self.expert), encoding="utf-8")
+            with explain_write_errors(path), atomic_write(path) as temporary:
+                temporary.write_text(make_card(self.tuner, name, facts, expert=self.expert), encoding="utf-8")
 
 
 def _card_facts(*args: Any, base_model: Any = None, datasets: Any = None, **kwargs: Any) -> dict[str, Any]:

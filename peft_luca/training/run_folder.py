@@ -6,8 +6,8 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, fields
 from enum import Enum
 from pathlib import Path
@@ -17,17 +17,22 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from filelock import FileLock
 from peft import PeftModel
-from transformers.trainer_utils import has_length
+from peft.utils import CONFIG_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 
-from ..data.task_stream import TaskStream
+from ..data.task_stream import Task, TaskStream
+from ..hub.model_card import CARD_NAME
 from ..hub.publishing import RESULTS_NAME
 from ..hub.saving import save_experts
-from ..hub.validation import MANIFEST_NAME
+from ..hub.validation import MANIFEST_NAME, read_manifest
 from ..tuner.config import LucaConfig
-from ..utils import LOCK_NAME, atomic_write, explain_write_errors, hold_lock, pluralize, write_json
+from ..tuner.model import tuner_of
+from ..utils import LOCK_NAME, NAME_RULE, atomic_write, explain_write_errors, hold_lock, pluralize, write_json
 from .arguments import CONFIG_RECIPES, RECIPES, ContinualTrainingArguments
 from .metrics import Record
 
+
+Digests = Callable[[Task], dict[str, str]]  # of a task's train and test images
 
 RESULTS_FORMAT = 1
 JOURNAL_NAME = ".journal.json"
@@ -42,16 +47,25 @@ SETTINGS = (
 ).split()
 # Settings that may differ when a run is resumed: what was measured is measured again.
 FREE_SETTINGS = ("router",)
+# How a batch is divided changes nothing: `images_per_step`, of all processes together, is compared in their place.
+PARTS_OF_A_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+# What decides the pixels that an image processor makes, whatever its class is called.
+PROCESSOR_FACTS = (
+    "size crop_size do_resize do_center_crop do_rescale do_normalize rescale_factor resample image_mean image_std "
+    "data_config"
+).split()
 # Fields of LucaConfig that say nothing about how an expert is trained.
 NO_SETTINGS = "classes target_modules fingerprint backbone_settings processor allow_mismatch read_with".split()
 RECORD_KEYS = {"name", "classes", "train_images", "test_images", "steps", "accuracy", "routing", "task_known"}
+# By these a task that is in memory is found again in the folder.
+IDENTITY = ("name", "train_images", "test_images", "images", "steps")
 
 
 class RunFolder:
     """
     The output folder of a run, and its only writer. `results.json` decides what is true: a task that is in it has been
-    learned, and its expert is whole. A change that takes several writes is written down in a journal first, and
-    finished or undone by [`~RunFolder.recover`] if it was cut off.
+    learned, and its expert is whole. A change that takes several writes is first written down in a journal, then done,
+    and finished or undone by [`~RunFolder.recover`] if it was cut off.
 
     Args:
         path (`str` or `Path`): The folder. It need not exist.
@@ -59,7 +73,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, is_writer: bool = True) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser().absolute()
         self.is_writer = is_writer
         self._lock = FileLock(self.path / LOCK_NAME)
 
@@ -80,112 +94,149 @@ class RunFolder:
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def recover(self, names: Iterable[str]) -> None:
+    def recover(self, names: Iterable[str], deleted: Iterable[str] = ()) -> None:
         """
         Finishes a change that was cut off, removes half-written files, and checks that the folder can be written to.
 
         Args:
             names (`list[str]`): The tasks of the run.
+            deleted (`list[str]`, *optional*): Experts that the model has no more, and that are deleted here too.
         """
         if self.is_writer:
             with explain_write_errors(self.path / RESULTS_NAME):
                 self.path.mkdir(parents=True, exist_ok=True)
-                files = "|".join(map(re.escape, (RESULTS_NAME, MANIFEST_NAME, JOURNAL_NAME, *names)))
-                for path in self.path.iterdir():
-                    if re.fullmatch(rf"\.({files})\.(\w{{8}}|writing)", path.name):
-                        shutil.rmtree(path) if path.is_dir() else path.unlink()
+                self._remove_leftovers({*names, *self.experts(), self.pending() or JOURNAL_NAME})
                 tempfile.TemporaryFile(dir=self.path).close()
-                if (self.path / JOURNAL_NAME).is_file():
-                    self._finish(json.loads((self.path / JOURNAL_NAME).read_text(encoding="utf-8")))
+                self._carry_out()
+                for name in deleted:
+                    self._begin("delete", name, [name])
+                    self._carry_out()
         PartialState().wait_for_everyone()
 
-    def read(self, settings: dict[str, Any], stream: TaskStream, refuse: bool = False) -> list[Record]:
+    def experts(self) -> list[str]:
+        """The experts in the folder, in their order."""
+        return read_manifest(self.path).names if (self.path / MANIFEST_NAME).is_file() else []
+
+    def pending(self) -> str | None:
+        """The expert of a change that is not done: after [`~RunFolder.recover`] the others are to be measured."""
+        return self._read(JOURNAL_NAME).get("expert")
+
+    def read(
+        self,
+        settings: dict[str, Any],
+        stream: TaskStream,
+        digests: Digests,
+        known: Sequence[Record] = (),
+        refuse: bool = False,
+    ) -> list[Record]:
         """
         The records of the run in the folder; none where there is no run.
 
         Args:
             settings (`dict`): [`run_settings`] of the run that wants to resume it.
             stream ([`TaskStream`]): Its stream.
-            refuse (`bool`, *optional*, defaults to `False`): Refuse to resume any run.
+            digests (`Callable`): Task → digests of its images.
+            known (`list[dict]`, *optional*): Records that this run has already.
+            refuse (`bool`, *optional*, defaults to `False`): Refuse to resume a run of which nothing is known.
 
         Raises:
-            ValueError: the folder holds a run of another stream or of other settings.
+            ValueError: the folder holds a run of another stream or of other settings, or experts of no run.
         """
-        path = self.path / RESULTS_NAME
-        if not path.is_file():
-            return []
-        try:
-            results = json.loads(path.read_text(encoding="utf-8"))
-            records, saved = results["tasks"], results["settings"]
-            if results["format"] > RESULTS_FORMAT:
-                raise ValueError(f"it has the format {results['format']} of a later version of peft_luca")
-            missing = sorted(key for record in records for key in RECORD_KEYS - set(record))
-            if missing:
-                raise ValueError(f"a task has no {missing[0]!r}")
-        except (ValueError, KeyError, TypeError) as error:
+        results = self._read(RESULTS_NAME)
+        records = self._records(results) if results else []
+        self._check_owner({record["name"] for record in records}, stream)
+        if _identities(records)[: len(known)] != _identities(known):
             raise ValueError(
-                f"{path} does not hold the results of a run: {error!r}. Choose another output_dir."
-            ) from error
-        if refuse:
+                f"{self.path} does not hold any more what this trainer has learned there: another run was at work in "
+                "it. Make a new trainer, or choose another output_dir."
+            )
+        if results and refuse and not known:
             raise ValueError(
                 f"{self.path} holds a run of {pluralize(len(records), 'task')}. Choose another output_dir, delete it, "
                 "or call train() without resume_from_checkpoint=False to resume it."
             )
-        changes = ", ".join(
-            f"{name}: {there!r} there, {here!r} now" for name, there, here in changed_settings(saved, settings)
-        )
-        if changes:
+        differing = changed_settings(results["settings"], settings) if results else ()
+        if changes := ", ".join(f"{name}: {there!r} there, {here!r} now" for name, there, here in differing):
             raise ValueError(f"{self.path} holds a run with other settings ({changes}). Choose another output_dir.")
-        self._check_stream(records, stream)
-        return list(records)
+        self._check_stream(records[len(known) :], stream, digests)
+        return records
 
-    def _check_stream(self, records: list[Record], stream: TaskStream) -> None:
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read: {error}. Choose another output_dir.") from error
+
+    def _records(self, results: dict[str, Any]) -> list[Record]:
+        path, records = self.path / RESULTS_NAME, results.get("tasks")
+        if results.get("format", 0) > RESULTS_FORMAT:
+            found = f"has the format {results['format']} of a later version"
+            raise ValueError(f"{path} {found}. Update peft_luca, or choose another output_dir.")
+        missing = {"tasks", "settings"} - set(results)
+        missing = missing or {key for record in records or () for key in RECORD_KEYS - set(record)}
+        if missing:
+            found = f"does not hold the results of a run: there is no {min(missing)!r}"
+            raise ValueError(f"{path} {found}. Choose another output_dir.")
+        return list(records or ())
+
+    def _check_owner(self, learned: set[str], stream: TaskStream) -> None:
+        """Refuses to overwrite experts that no run has learned here."""
+        paths = [self.path / task.name / CONFIG_NAME for task in stream if task.name not in learned]
+        for path in [*paths, *([] if learned else [self.path / MANIFEST_NAME])]:
+            if path.is_file():
+                found = "is of experts that were not learned in this folder, and would be overwritten"
+                raise ValueError(f"{path} {found}. Choose another output_dir.")
+
+    def _check_stream(self, records: list[Record], stream: TaskStream, digests: Digests) -> None:
         tasks = {task.name: task for task in stream}
         for record in records:
+            name, task, found = record["name"], tasks.get(record["name"]), ""
+            then = [record[key] for key in ("classes", "train_images", "test_images")]
             if record.get("deleted"):  # its images may be gone as well
                 continue
-            task = tasks.get(record["name"])
             if task is None:
-                raise ValueError(
-                    f"{self.path} holds a run of another stream: its task {record['name']!r} is not among "
-                    f"{', '.join(map(repr, tasks))}. Choose another output_dir."
-                )
-            images = [len(task.train) if has_length(task.train) else None, 0 if task.test is None else len(task.test)]
-            now = [task.name, list(task.classes), *images]
-            then = [record[key] for key in ("name", "classes", "train_images", "test_images")]
-            if now != then:
-                raise ValueError(
-                    f"{self.path} holds a run of another stream: its task {then[0]!r} has {then[2]} train images of "
-                    f"{then[1]}, here {now[0]!r} has {now[2]} of {now[1]}. Choose another output_dir."
-                )
+                found = f"its task {name!r} is not among {', '.join(map(repr, tasks))}"
+            elif (now := [list(task.classes), len(task.train), len(task.test or ())]) != then:
+                found = f"its task {name!r} has {then[1]} train images of {then[0]}, here it has {now[1]} of {now[0]}"
+            elif "images" in record and record["images"] != digests(task):
+                found = f"the images of its task {name!r} are other ones, or are split or labeled otherwise"
+            if found:
+                remedy = "Give the stream of that run, with tasks that were added to it, or choose another output_dir"
+                raise ValueError(f"{self.path} holds a run of another stream: {found}. {remedy}.")
 
     # ---- changes -------------------------------------------------------------------------------------------------
 
     def add_expert(self, model: PeftModel, name: str, results: dict[str, Any]) -> None:
         """Saves a learned expert, and results in which its task is learned."""
         if self.is_writer:
+            # Those that the model brought along are saved with the first one.
+            names = [n for n in tuner_of(model).experts if n == name or not (self.path / n / CONFIG_NAME).is_file()]
             with explain_write_errors(self.path / name):
-                self._begin({"change": "add", "expert": name})
-                save_experts(model, self.path, [name])
+                self._begin("add", name, names)
+                save_experts(model, self.path, names)
+        self.finish(results)
+
+    def finish(self, results: dict[str, Any]) -> None:
+        """Writes what is true after a change, which is done then."""
+        if self.is_writer:
             with explain_write_errors(self.path / RESULTS_NAME):
                 write_json(self.path / RESULTS_NAME, results)
-                (self.path / JOURNAL_NAME).unlink()
-
-    def delete_expert(self, name: str, results: dict[str, Any]) -> None:
-        """Deletes an expert, and writes results in which it is deleted."""
-        if self.is_writer:
-            with explain_write_errors(self.path):
-                change = {"change": "delete", "expert": name, "results": results}
-                self._begin(change)
-                self._finish(change)
+            with suppress(OSError):  # the next start finds nothing left to do
+                (self.path / JOURNAL_NAME).unlink(missing_ok=True)
 
     def save(self, model: PeftModel, processing_class: Any, results: dict[str, Any] | None) -> None:
         """Saves all experts as a collection, with the image processor and the results."""
         if self.is_writer:
-            save_experts(model, self.path)
-            processing_class.save_pretrained(self.path)
-            if results is not None:
-                write_json(self.path / RESULTS_NAME, results)
+            with hold_lock(self._lock):
+                there, here = self._read(RESULTS_NAME).get("tasks", []), (results or {}).get("tasks", [])
+                is_back = any(a.get("deleted") and not b.get("deleted") for a, b in zip(there, here, strict=False))
+                if is_back or _identities(here)[: len(there)] != _identities(there):
+                    raise ValueError(f"{self.path} holds another run, or what became of it. Save into another folder.")
+                save_experts(model, self.path)
+                processing_class.save_pretrained(self.path)
+                if results is not None:
+                    write_json(self.path / RESULTS_NAME, results)
 
     def save_figure(self, name: str, figure: Any) -> Path:
         """Saves a matplotlib figure among the plots."""
@@ -195,56 +246,104 @@ class RunFolder:
             figure.savefig(temporary, dpi=120, format="png")
         return path
 
-    def _begin(self, change: dict[str, Any]) -> None:
-        write_json(self.path / JOURNAL_NAME, change)
+    def _begin(self, change: str, expert: str, experts: list[str]) -> None:
+        write_json(self.path / JOURNAL_NAME, {"change": change, "expert": expert, "experts": experts})
 
-    def _finish(self, change: dict[str, Any]) -> None:
-        """Does what is left of a change in the journal. An expert whose task is not in the results is half-saved."""
-        name, results = change["expert"], self.path / RESULTS_NAME
+    def _carry_out(self) -> None:
+        """
+        Does what is left of the change in the journal. An expert whose task is not in the results is half-saved. A
+        deletion stays in the journal until the others have been measured.
+        """
+        change, results = self._read(JOURNAL_NAME), self._read(RESULTS_NAME)
+        if not change:
+            return
+        name = change["expert"]
+        names = [n for n in change.get("experts", [name]) if NAME_RULE.fullmatch(n)]  # a folder may come from others
+        live = {record["name"]: record for record in results.get("tasks", []) if not record.get("deleted")}
         if change["change"] == "delete":
-            write_json(results, change["results"])
-        records = json.loads(results.read_text(encoding="utf-8"))["tasks"] if results.is_file() else []
-        if not any(record["name"] == name and not record.get("deleted") for record in records):
-            manifest = self.path / MANIFEST_NAME
-            if manifest.is_file():
-                content = json.loads(manifest.read_text(encoding="utf-8"))
-                content["experts"] = [expert for expert in content["experts"] if expert["name"] != name]
-                write_json(manifest, content) if content["experts"] else manifest.unlink()
-            if (self.path / name).is_dir():
-                shutil.rmtree(self.path / name)
-        (self.path / JOURNAL_NAME).unlink()
+            if record := live.pop(name, None):
+                kept = {label for other in live.values() for label in other["classes"]}
+                gone = set(record["classes"]) - kept
+                self._remove_derived({name, *gone})
+                results["classes"] = [label for label in results["classes"] if label not in gone]
+                record |= {"deleted": True, "classes": []}
+                write_json(self.path / RESULTS_NAME, results)
+        if name not in live:
+            if manifest := self._read(MANIFEST_NAME):
+                manifest["experts"] = [expert for expert in manifest["experts"] if expert["name"] not in names]
+                path = self.path / MANIFEST_NAME
+                write_json(path, manifest) if manifest["experts"] else path.unlink()
+            for folder in (self.path / name for name in names if (self.path / name).is_dir()):
+                shutil.rmtree(folder)
+        if change["change"] == "add":
+            (self.path / JOURNAL_NAME).unlink()
+
+    def _remove_derived(self, names: set[str]) -> None:
+        """Removes the plots, and what else was made of the run and names an expert or a class that is to go."""
+        for path in (self.path / CARD_NAME, self.path / TRAINER_STATE_NAME, *(self.path / PLOTS_NAME).glob("*.png")):
+            text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+            if path.suffix == ".png" or any(name in text.replace("\\", "") for name in names):  # Markdown escapes '_'
+                path.unlink()
+
+    def _remove_leftovers(self, names: set[str]) -> None:
+        """Removes what a killed process was writing: `.x.writing` and `.x.abcd1234`, of every x that is a run's."""
+        files = "|".join(map(re.escape, (RESULTS_NAME, MANIFEST_NAME, JOURNAL_NAME, CARD_NAME, *names)))
+        pattern = rf"\.({files}|checkpoint-\d+|\w+\.png)\.(\w{{8}}|writing)"
+        for folder in (self.path, self.path / PLOTS_NAME, *(self.path / name for name in names)):
+            for path in folder.iterdir() if folder.is_dir() else ():
+                if re.fullmatch(pattern, path.name):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def run_settings(args: ContinualTrainingArguments, luca_config: LucaConfig) -> dict[str, Any]:
+def run_settings(args: ContinualTrainingArguments, luca_config: LucaConfig, processor: Any) -> dict[str, Any]:
     """The settings of a run, as `results.json` holds them."""
     config = {
         name: value
         for name, value in asdict(luca_config).items()
         if name in LucaConfig.__annotations__ and name not in NO_SETTINGS
     }
-    values = {name: getattr(args, name) for name in SETTINGS}
-    return json.loads(json.dumps({**values, "luca_config": config}))
+    facts = processor.to_dict() if hasattr(processor, "to_dict") else {}
+    values = {name: getattr(args, name) for name in SETTINGS} | {
+        "images_per_step": args.train_batch_size * args.world_size * args.gradient_accumulation_steps,
+        "luca_config": config,
+        "processor": {name: facts[name] for name in PROCESSOR_FACTS if facts.get(name) is not None},
+    }
+    return json.loads(json.dumps(values, default=dict))
 
 
 def changed_settings(saved: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """
     Name, saved value and present value of each setting that differs. A setting that the saving version did not have
-    counts as its default, and one that this version does not have is not compared.
+    counts as its default, and one that has none, or that this version does not have, is not compared.
     """
     recipe = saved.get("recipe", "own")
-    args = (saved, settings, RECIPES.get(recipe, {}), ContinualTrainingArguments)
-    config = (saved.get("luca_config") or {}, settings["luca_config"], CONFIG_RECIPES.get(recipe, {}), LucaConfig)
-    for prefix, (there, here, of_recipe, kind) in (("", args), ("luca_config.", config)):
-        defaults = {entry.name: entry.default for entry in fields(kind)} | of_recipe
+    free = {*FREE_SETTINGS, "luca_config", "processor"}
+    free |= set(PARTS_OF_A_BATCH if "images_per_step" in saved else ["images_per_step"])
+    defaults = {
+        "": _defaults(ContinualTrainingArguments) | RECIPES.get(recipe, {}),
+        "luca_config": _defaults(LucaConfig) | CONFIG_RECIPES.get(recipe, {}),
+        "processor": settings["processor"],
+    }
+    for group, of_group in defaults.items():
+        there, here = ((values.get(group) or {}) if group else values for values in (saved, settings))
+        prefix = f"{group}." if group else ""
         for name, now in here.items():
-            if name in FREE_SETTINGS or name == "luca_config":
-                continue
-            then = there.get(name, defaults.get(name))
+            then = there.get(name, of_group.get(name))
             then = then.value if isinstance(then, Enum) else then
-            if _plain(then) != _plain(now):
+            if prefix + name not in free and _plain(then) != _plain(now):
                 yield prefix + name, then, now
+
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    return {entry.name: entry.default for entry in fields(kind)}
 
 
 def _plain(value: Any) -> Any:
     """Empty options are no options: versions of transformers write `{}` or `None`."""
+    if isinstance(value, dict):
+        value = {name: option for name, option in value.items() if option is not None}
     return None if value in ({}, "") else value
+
+
+def _identities(records: Sequence[Record]) -> list[list[Any]]:
+    return [[record.get(key) for key in IDENTITY] for record in records]

@@ -30,12 +30,11 @@ NOT_OF_THE_TRUNK = (
     "id2label label2id num_labels problem_type _name_or_path name_or_path transformers_version architectures dtype "
     "torch_dtype return_dict output_attentions output_hidden_states"
 ).split()
-# Settings that move [CLS] and leave its tensors as they are, by their names in the configs of the families in
-# docs/backbones.md. Others (attention kernels, dropout, labels, versions) do not count.
+# Settings that move [CLS], by their names in the configs of the families in docs/backbones.md. What shapes tensors is
+# in the fingerprint. Others (attention kernels, dropout, labels, versions) do not count.
 SETTINGS = (
     "model_type architecture model_args do_pooling hidden_act num_attention_heads num_heads depths image_size "
-    "patch_size patch_sizes strides num_channels num_register_tokens use_swiglu_ffn use_gated_mlp use_mean_pooling "
-    "vision_use_head rope_theta window_size pretrained_window_sizes sequence_reduction_ratios sr_ratios "
+    "patch_size strides use_swiglu_ffn use_mean_pooling rope_theta window_size pretrained_window_sizes "
     "linear_attention"
 ).split()
 # Steps of an image processor that move pixels, each with its parameters.
@@ -94,8 +93,10 @@ class BackboneFacts:
     What is known of a backbone, whatever its experts: computed once for the weights that it has.
 
     Attributes:
-        fingerprint (`str` or `None`): See [`fingerprint`]. `None` while the weights are on the meta device.
-        old_fingerprint (`str` or `None`): As experts have it that were trained before tensors' places counted.
+        fingerprint (`str` or `None`):
+            SHA-256 over the digests of the trunk's tensors in their order, which stays when transformers renames them.
+            `None` while the weights are on the meta device.
+        old_fingerprint (`str` or `None`): Over the sorted digests, as experts of earlier versions have it.
         settings (`dict`): Those of [`SETTINGS`] that the model's config has, and `norm_eps` of its normalizations.
         architecture (`dict`): The model's class and its config, without the entries that do not move [CLS].
         image_size (`int` or `None`): Side of the images that the model takes, in pixels.
@@ -106,8 +107,8 @@ class BackboneFacts:
     def __init__(self, model: nn.Module, tensors: list[Tensor], norm_eps: set[float], version: Any) -> None:
         self.version = version
         digests = [] if any(t.is_meta for t in tensors) else [digest(tensor) for tensor in tensors]
-        self.fingerprint = fingerprint(digests) if digests else None
-        self.old_fingerprint = fingerprint(sorted(digests)) if digests else None
+        self.fingerprint = hashlib.sha256(b"".join(digests)).hexdigest() if digests else None
+        self.old_fingerprint = hashlib.sha256(b"".join(sorted(digests))).hexdigest() if digests else None
         config = getattr(model, "config", None)
         settings: dict[str, Any] = getattr(config, "to_dict", dict)()
         self.architecture = {name: value for name, value in settings.items() if name not in NOT_OF_THE_TRUNK}
@@ -164,11 +165,6 @@ class BackboneFacts:
                 about, lambda: measure_reference(partial(read, **options), *pictures)
             )
         return self._references[whitening]
-
-
-def fingerprint(digests: list[bytes]) -> str:
-    """SHA-256 over the digests of a trunk's tensors in their order, which outlives their names in transformers."""
-    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def digest(tensor: Tensor) -> bytes:

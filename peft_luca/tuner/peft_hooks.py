@@ -135,6 +135,7 @@ class PeftHooks(BaseTuner):
                 tuner.delete_adapter(adapter_name)  # PEFT has added it already, with random numbers
             raise
         unloaded.discard(adapter_name)
+        warn_of_processor(find_layer(model)[1].configs)
         return remapped
 
 
@@ -144,7 +145,6 @@ def check_weights(model: nn.Module, config: Any, name: str, remapped: dict[str, 
     path, layer = find_layer(model)
     check_backbone(base, find_head(base, config), config, name, state_dict)
     check_same_reference(layer, name, state_dict)
-    warn_of_processor(layer.configs)
     found = {key: (tensor, remapped.get(f"{path}.{key}")) for key, tensor in layer.tensors(name).items()}
     wrong = [
         key for key, (own, new) in found.items() if new is None or own.shape != new.shape or not new.isfinite().all()

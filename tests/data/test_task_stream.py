@@ -8,7 +8,8 @@ import warnings
 import datasets
 import numpy as np
 import pytest
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value, load_from_disk
+from helpers import NAMES, files_in, make_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as PilImage
@@ -186,6 +187,17 @@ def test_a_shuffled_dataset_is_read_without_decoding(monkeypatch):
 def domains():
     train = images(["a", "b", "b", "a", "c"], domain=["photo", "photo", "sketch", "sketch", "sketch"])
     return DatasetDict(train=train, test=images(["b", "a", "c"], domain=["photo", "sketch", "sketch"]))
+
+
+def test_nothing_is_written_beside_the_data(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    make_images(NAMES[:2]).save_to_disk(tmp_path / "data")
+    shuffled = load_from_disk(tmp_path / "data").select([5, 0, 9, 3])
+    before = {file: (tmp_path / "data" / file).stat().st_mtime_ns for file in files_in(tmp_path / "data")}
+    (task,) = TaskStream.from_dataset(shuffled)
+    assert {file: (tmp_path / "data" / file).stat().st_mtime_ns for file in files_in(tmp_path / "data")} == before
+    assert [image.tobytes() for image in task.train["image"]] == [image.tobytes() for image in shuffled["image"]]
+    assert len(files_in(tmp_path / "cache")) == 1
 
 
 def test_one_task_per_domain_with_shared_classes():

@@ -1,14 +1,17 @@
 """Saving and loading experts in folders: what comes back, by every path, and what is refused."""
 
+import functools
+import itertools
 import json
 import os
 import re
+import shutil
 import time
 import warnings
 
 import pytest
 import torch
-from helpers import assert_same, expert_tensors, files_in, make_dinov2, make_model, make_vit, pixels, read_json
+from helpers import assert_same, expert_tensors, files_in, fill, make_dinov2, make_model, make_vit, pixels, read_json
 from hub_models import TWO, assert_refused, change_json, with_reference, with_statistics
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -113,6 +116,52 @@ def test_files_are_put_in_place_with_the_config_last(tmp_path, monkeypatch):
     save_expert(with_statistics({"t": ["a", "b"]}), "t", tmp_path / "out")
     order = ["statistics.safetensors", WEIGHTS, CONFIG]
     assert [path for path in moved if "out/" in path] == [str(tmp_path / "out" / file) for file in order]
+    # Over an expert with another config: that goes first, so that no folder has its config and the new weights.
+    unlink = os.unlink
+    monkeypatch.setattr("os.unlink", lambda path, **given: (moved.append(str(path)), unlink(path, **given)))
+    moved.clear()
+    save_expert(with_statistics({"t": ["b", "a"]}), "t", tmp_path / "out", statistics=False)
+    order = [CONFIG, "statistics.safetensors", WEIGHTS, CONFIG]
+    assert [path for path in moved if "out/" in path] == [str(tmp_path / "out" / file) for file in order]
+
+
+@pytest.mark.parametrize("files", list(itertools.product("ab", repeat=3)))
+def test_files_of_two_experts_are_not_taken_for_one(tmp_path, files):
+    """As a kill or a copy may leave them. Both fit by their shapes."""
+    for name, seed in (("a", 1), ("b", 2)):
+        model = with_statistics({"t": ["x", "y"]}, rank=seed)
+        fill(model, seed)
+        model.peft_config["t"].positive_scale = name == "a"
+        save_expert(model, "t", tmp_path / name)
+    (tmp_path / "t").mkdir()
+    for name, file in zip(files, ("statistics.safetensors", WEIGHTS, CONFIG), strict=True):
+        shutil.copy(tmp_path / name / file, tmp_path / "t" / file)
+    if len(set(files)) == 1:
+        load_expert(make_vit(), tmp_path / "t", allow_mismatch=True)
+        return
+    message = r"statistics.safetensors: it does not belong to the weights and the config beside it.*statistics=False"
+    load = functools.partial(load_expert, source=tmp_path / "t", name="t", allow_mismatch=True)
+    assert_refused(load, message, InvalidExpertError, [make_vit()])
+    load(make_vit(), statistics=False)
+
+
+def test_a_collection_saved_over_an_older_one_has_no_expert_that_the_model_has_not(tmp_path):
+    save_experts(make_model({"old": ["x"], **TWO}), tmp_path)
+    (tmp_path / "old" / "notes.txt").write_text("mine")
+    (tmp_path / "else").mkdir()
+    save_experts(make_model({"alpha": ["c", "d"]}), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alpha", "else", "experts.json", "old"]
+    assert files_in(tmp_path / "old") == ["notes.txt"]
+    assert list(load_experts(make_vit(), tmp_path, allow_mismatch=True).experts) == ["alpha"]
+
+
+def test_folders_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    save_experts(make_model(TWO), "~/all")
+    save_expert(make_model(TWO), "zeta", "~/one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "one"]
+    assert list(load_experts(make_vit(), ["~/all", "~/one"], allow_mismatch=True).experts) == [*TWO, "one"]
 
 
 def test_what_cannot_be_saved(tmp_path):
@@ -457,6 +506,7 @@ def test_a_router_is_refused_before_the_model_is_changed(tmp_path):
     tensors = load_file(tmp_path / "alpha" / WEIGHTS)
     tensors["base_model.model.classifier.luca_reference_std"] += 1
     save_file(tensors, tmp_path / "alpha" / WEIGHTS)
+    save_statistics(model.statistics["alpha"], tmp_path / "alpha")
     message = "experts 'alpha' and 'zeta' standardize .CLS. by different references"
     assert_refused(lambda model: load_experts(model, tmp_path), message, InvalidExpertError, [make_vit()])
 

@@ -19,14 +19,14 @@ import time
 from pathlib import Path
 
 import torch
-from helpers import make_trainer, read_json, trunk_tensors
+from helpers import NAMES, make_splits, make_stream, make_trainer, read_json, trunk_tensors
 
-from peft_luca import ExpertTrainer
+from peft_luca import ContinualTrainer, ExpertTrainer
 from peft_luca.data import feature_file
 from peft_luca.training import evaluation, run_folder
 
 
-PHASES = ("begin", "extraction", "training", "saving", "evaluation")
+PHASES = ("begin", "extraction", "training", "saving", "evaluation", "deleting")
 
 
 def marking(function, phase, shared):
@@ -43,16 +43,29 @@ def marking(function, phase, shared):
 
 
 def live(folder, shared):
-    """One life: a stream of three tasks from its beginning, or from where an earlier life has left it, to its end."""
+    """
+    One life, from its beginning or from where an earlier life has left it, to its end: a stream of three tasks, one
+    more, and an expert deleted.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     feature_file.CHECKPOINT_SECONDS = 0.0
     evaluation.TaskFeatures._extract = marking(evaluation.TaskFeatures._extract, "extraction", shared)
     ExpertTrainer.train = marking(ExpertTrainer.train, "training", shared)
     run_folder.RunFolder.add_expert = marking(run_folder.RunFolder.add_expert, "saving", shared)
     evaluation.measure_stage = marking(evaluation.measure_stage, "evaluation", shared)
-    run = make_trainer(folder / "out", features_cache_dir=str(folder / "cache"), per_device_eval_batch_size=4)
+    ContinualTrainer.delete_adapter = marking(ContinualTrainer.delete_adapter, "deleting", shared)
+    results, stream, late = folder / "out" / "results.json", make_stream(), make_splits(NAMES[:2], seed=9)
+    is_late = results.is_file() and any(task["name"] == "late" for task in read_json(results)["tasks"])
+    if is_late:
+        stream.append(late, "late")
+    settings = {"features_cache_dir": str(folder / "cache"), "per_device_eval_batch_size": 4, "save_strategy": "epoch"}
+    run = make_trainer(folder / "out", stream, **settings)
     trunk = trunk_tensors(run.model)
     run.train(resume_from_checkpoint=True)
+    if not is_late:
+        run.train_task(late, "late")
+    if "task_1" in run.tuner.experts:
+        run.delete_adapter("task_1")
     run.evaluate()
     assert all(torch.equal(value, trunk[name]) for name, value in trunk_tensors(run.model).items())
 

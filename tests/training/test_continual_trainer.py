@@ -167,7 +167,7 @@ def test_logs_of_all_tasks_stay_and_their_steps_run_on(learned):
 def test_a_line_for_each_task(learned):
     assert len(learned.lines) == 3
     share = r"[01]\.\d{3}"
-    accuracy = rf"accuracy {share} \({share} by entropy\) over 4 classes, {share} with the task known"
+    accuracy = rf"accuracy {share} over 4 classes \({share} by entropy\), {share} with the task known"
     pattern = rf"task 2/3 task_1 \(blue, yellow\), \d+\.\d s: {accuracy}, right expert {share}$"
     assert re.match(pattern, learned.lines[1])
 

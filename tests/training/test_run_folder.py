@@ -1,6 +1,9 @@
 """The output folder of a run: resumed after any interruption to the bit, its lock, its journal, and deletion."""
 
+import builtins
 import errno
+import io
+import itertools
 import json
 import os
 import re
@@ -13,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from datasets import DatasetDict
 from filelock import FileLock
 from helpers import (
     NAMES,
@@ -21,6 +25,9 @@ from helpers import (
     expert_tensors,
     experts_of,
     files_in,
+    make_images,
+    make_model,
+    make_processor,
     make_splits,
     make_stream,
     make_trainer,
@@ -30,10 +37,10 @@ from helpers import (
 )
 from transformers import TrainerCallback
 
-from peft_luca import LucaConfig, TaskStream
+from peft_luca import LucaConfig, TaskStream, load_experts, save_expert, save_experts
 from peft_luca import utils as package_utils
 from peft_luca.data import feature_file
-from peft_luca.training.run_folder import JOURNAL_NAME, RunFolder
+from peft_luca.training.run_folder import JOURNAL_NAME
 from peft_luca.utils import LOCK_NAME
 
 
@@ -112,6 +119,25 @@ def test_a_resumed_run_ends_the_same_to_the_bit_and_does_nothing_twice(whole, ou
     assert make_trainer(out, **cache).train().global_step == 0
 
 
+def other_test_images():
+    splits = make_splits()
+    return TaskStream.from_dataset(
+        DatasetDict(train=splits["train"], test=make_images(per_class=4, seed=3)), increment=2, class_order=list(NAMES)
+    )
+
+
+def swapped_labels():
+    """The same images in the same order, with the labels of the first two classes exchanged."""
+    splits = make_splits()
+    swap = {0: 1, 1: 0}
+    for name in splits:
+        labels = [swap.get(label, label) for label in splits[name]["label"]]
+        splits[name] = (
+            splits[name].remove_columns("label").add_column("label", labels, feature=splits[name].features["label"])
+        )
+    return TaskStream.from_dataset(splits, increment=2, class_order=list(NAMES))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -124,6 +150,11 @@ def test_a_resumed_run_ends_the_same_to_the_bit_and_does_nothing_twice(whole, ou
         ({"stream": make_stream(order=NAMES[::-1])}, "run of another stream: its task 'task_0' has 16 train images"),
         ({"stream": make_stream(train=9)}, "run of another stream.* has 16 train images .* has 18 of"),
         ({"stream": make_stream(names=FOUR, order=FOUR)}, "its task 'task_2' is not among 'task_0', 'task_1'"),
+        ({"stream": make_stream(seed=5)}, "the images of its task 'task_0' are other ones"),
+        ({"stream": other_test_images()}, "the images of its task 'task_0' are other ones"),
+        ({"stream": swapped_labels()}, "the images of its task 'task_0' are .* labeled otherwise"),
+        ({"processor": make_processor(image_mean=[0.0] * 3)}, r"processor.image_mean: \[0.5, .* there, \[0.0, .* now"),
+        ({"per_device_train_batch_size": 4}, r"\(images_per_step: 8 there, 4 now\)"),
         ({"model": make_vit(seed=1)}, "was trained on the backbone"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -152,6 +183,8 @@ CHANGES_OF_A_VERSION = [
     lambda results: results["settings"].update(lr_scheduler_kwargs={}),  # as transformers 4 has it
     lambda results: results["settings"].update(router="energy"),
     lambda results: results.pop("stage_forgetting"),
+    lambda results: [task.pop("images") for task in results["tasks"]],
+    lambda results: [results["settings"].pop(name) for name in ("processor", "images_per_step")],
 ]
 
 
@@ -165,6 +198,11 @@ def test_a_run_of_another_version_with_the_same_values_is_resumed(copy, cache, c
     assert len(trainer.results()["stage_forgetting"]) == 3
 
 
+def test_the_same_batch_in_other_parts_is_the_same_run(copy, cache):
+    parts = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    assert make_trainer(copy, **parts, **cache).train().global_step == 0
+
+
 def test_a_setting_that_an_older_version_lacked_is_compared_with_its_default(copy, cache):
     results = read_json(copy / "results.json")
     del results["settings"]["l1_proximal"]
@@ -176,10 +214,13 @@ def test_a_setting_that_an_older_version_lacked_is_compared_with_its_default(cop
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda results: results.update(format=99), "format 99 of a later version"),
-        (lambda results: results["tasks"][0].pop("task_known"), "a task has no 'task_known'"),
-        (lambda results: results.pop("settings"), "settings"),
-        (None, "Expecting"),
+        (lambda results: results.update(format=99), "has the format 99 of a later version.* Update peft_luca"),
+        (
+            lambda results: results["tasks"][0].pop("task_known"),
+            "not hold the results of a run: there is no 'task_known'",
+        ),
+        (lambda results: results.pop("settings"), "not hold the results of a run: there is no 'settings'"),
+        (None, "cannot be read: Expecting"),
     ],
     ids=["format", "record", "settings", "damaged"],
 )
@@ -189,7 +230,7 @@ def test_results_of_no_run_are_refused(copy, cache, change, message):
         change(results)
     text = "{" if change is None else json.dumps(results)
     (copy / "results.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=f"does not hold the results of a run: .*{message}"):
+    with pytest.raises(ValueError, match=message):
         make_trainer(copy, **cache).train()
 
 
@@ -293,76 +334,291 @@ def test_what_cannot_be_deleted(out, cache):
     assert (out / "task_0" / "adapter_config.json").is_file()
 
 
+def test_a_deleted_task_is_in_no_file_of_the_folder(out, cache):
+    trainer = make_trainer(out, save_strategy="epoch", plots=True, **cache)
+    trainer.train()
+    trainer.save_state()
+    trainer.create_model_card()
+    assert (out / "task_1" / "checkpoint-2" / "optimizer.pt").is_file()
+    assert (out / "plots" / "accuracy_matrix.png").is_file()
+    trainer.delete_adapter("task_1")
+    for file in files_in(out):
+        text = (out / file).read_text(encoding="utf-8", errors="ignore")
+        assert "task_1" not in file
+        assert not any(name in text for name in NAMES[2:4]), file
+        assert "task_1" not in text or file == "results.json"
+    assert read_json(out / "results.json")["classes"] == [*NAMES[:2], *NAMES[4:]]
+    trainer.train()
+    assert "plots/accuracy_matrix.png" in files_in(out)
+    trainer.create_model_card()
+    card = (out / "README.md").read_text(encoding="utf-8").replace("\\", "")
+    rows = [line.split(" | ")[0] for line in card.splitlines() if line.startswith("| task_")]
+    assert rows == ["| task_0", "| task_2"] * 2  # experts, and their figures
+    assert not any(name in card for name in ("task_1", *NAMES[2:4]))
+
+
+def test_an_expert_that_was_deleted_from_the_model_is_deleted_in_the_folder(copy, cache):
+    trainer = make_trainer(copy, **cache)
+    trainer.train()
+    trainer.model.delete_adapter("task_1")
+    trainer.train()
+    assert list(trainer.tuner.experts) == ["task_0", "task_2"]
+    assert "task_1/adapter_config.json" not in files_in(copy)
+    assert read_json(copy / "results.json")["tasks"][1]["deleted"]
+
+
+# --- two trainers, and folders of others ---
+
+
+def test_what_another_trainer_has_done_is_taken_up(whole, out, cache):
+    idle = make_trainer(out, **cache)
+    idle.train_task(idle.stream[0])
+    other = make_trainer(out, **cache)
+    other.train_task(other.stream[1])
+    other.delete_adapter("task_0")
+    idle.train()
+    assert list(idle.tuner.experts) == ["task_1", "task_2"]
+    assert [task.get("deleted", False) for task in read_json(out / "results.json")["tasks"]] == [True, False, False]
+    for name in ("task_1", "task_2"):
+        assert_same(expert_tensors(idle.model, name), expert_tensors(whole.model, name))
+    assert_same_experts(experts_of(idle), experts_of(make_resumed(out, cache)))
+    with pytest.raises(ValueError, match=r"holds another run, or what became of it\. Save into another folder"):
+        other.save_model()
+    other.train()
+    other.save_model()
+    assert list(load_experts(make_vit(), out).experts) == ["task_1", "task_2"]
+
+
+def make_resumed(out, cache):
+    trainer = make_trainer(out, **cache)
+    assert trainer.train().global_step == 0
+    return trainer
+
+
+def test_a_folder_that_holds_another_run_by_now_is_refused(copy, cache):
+    trainer = make_resumed(copy, cache)
+    shutil.rmtree(copy)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="does not hold any more what this trainer has learned there"):
+            trainer.train()
+        make_trainer(copy, make_stream(seed=5), **cache).train()
+    assert read_json(copy / "results.json")["tasks"][0]["name"] == "task_0"
+
+
+@pytest.mark.parametrize(
+    "save", [lambda model, out: save_experts(model, out), lambda model, out: model.save_pretrained(out)]
+)
+def test_experts_that_were_not_learned_in_the_folder_are_not_overwritten(whole, out, cache, save):
+    save(whole.model, out)
+    before = contents(out)
+    with pytest.raises(
+        ValueError, match="is of experts that were not learned in this folder, and would be overwritten"
+    ):
+        make_trainer(out, **cache).train()
+    assert contents(out) == before
+    grown = make_trainer(out / "grown", make_stream(FOUR, names=FOUR), **cache)
+    grown.train()
+    save_expert(whole.model, "task_2", out / "grown" / "theirs")
+    before = contents(out / "grown")
+    with pytest.raises(ValueError, match=r"theirs/adapter_config.json is of experts that were not learned"):
+        grown.train_task(make_splits(NAMES[4:]), "theirs")
+    assert contents(out / "grown") == before
+
+
+def test_experts_that_the_model_brought_along_are_in_the_folder_and_come_back(out, cache):
+    model = make_model({"old": ["x", "y"]})
+    first = make_trainer(out, make_stream(FOUR, names=FOUR), model, **cache)
+    first.train_task(first.stream[0])
+    assert list(load_experts(make_vit(), out).experts) == ["old", "task_0"]
+    back = make_trainer(out, make_stream(FOUR, names=FOUR), **cache)
+    back.train()
+    assert_same(expert_tensors(back.model, "old"), expert_tensors(first.model, "old"))
+    assert list(back.tuner.experts) == ["old", "task_0", "task_1"]
+    back.delete_adapter("old")
+    assert list(load_experts(make_vit(), out).experts) == ["task_0", "task_1"]
+    assert not (out / "old").exists()
+
+
+def test_another_working_folder_changes_nothing(whole, tmp_path, cache, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer("~/out", features_cache_dir="features", num_train_epochs=1)
+    relative = make_trainer("out", **cache)
+    for task in trainer.stream:
+        trainer.train_task(task)
+        relative.train_task(relative.stream[len(relative.results()["tasks"])])
+        (tmp_path / task.name).mkdir()
+        monkeypatch.chdir(tmp_path / task.name)
+    assert_same_experts(experts_of(trainer), experts_of(whole))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "features",
+        "home",
+        "out",
+        "task_0",
+        "task_1",
+        "task_2",
+    ]
+    for folder in (tmp_path / "out", tmp_path / "home" / "out"):
+        assert list(load_experts(make_vit(), folder).experts) == ["task_0", "task_1", "task_2"]
+
+
+def test_checkpoints_of_tasks_are_kept_apart_and_a_task_may_be_called_like_one(out, cache):
+    tasks = {"checkpoint-2": make_splits(NAMES[:2]), "b": make_splits(NAMES[2:4])}
+    trainer = make_trainer(out, TaskStream.from_tasks(tasks), save_strategy="epoch", save_total_limit=1, **cache)
+    trainer.train()
+    for name, classes in (("checkpoint-2", NAMES[:2]), ("b", NAMES[2:4])):
+        for folder in (out / name, out / name / "checkpoint-2"):
+            assert read_json(folder / "adapter_config.json")["classes"] == list(classes)
+    (out / "b" / ".checkpoint-2.abcd_123").mkdir()
+    (out / "plots").mkdir()
+    (out / "plots" / ".accuracy_matrix.png.writing").touch()
+    assert make_trainer(out, TaskStream.from_tasks(tasks), save_strategy="epoch", **cache).train().global_step == 0
+    assert not [file for file in out.rglob("*") if file.name.startswith(".")]
+
+
 # --- a change that is cut off at any of its writes ---
 
 
-class Cut(BaseException):
-    """The process ends here."""
+class Killed(BaseException):
+    """The process ends here: nothing after it is written."""
 
 
-def cut_off(monkeypatch, act, at):
-    """Ends `act` in place of its `at`-th change of the disk, and says whether it came so far."""
+def disturb(monkeypatch, act, at, error):
+    """
+    Raises `error` in place of the `at`-th change of the disk in `act`. Returns whether it came so far, and whether
+    `act` raised it.
+    """
     calls = 0
 
-    def counting(real):
-        def change(*args, **kwargs):
+    def counting(real, is_write=lambda *args: True):
+        def change(path, *args, **kwargs):
             nonlocal calls
+            if str(path).endswith(".lock") or not is_write(*args, *kwargs.values()):
+                return real(path, *args, **kwargs)
             calls += 1
-            if calls == at:
-                raise Cut
-            return real(*args, **kwargs)
+            if calls == at or (calls > at and error is Killed):
+                raise error() if error is Killed else error(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(path, *args, **kwargs)
 
         return change
 
     with monkeypatch.context() as patch:
-        for module, name in ((os, "replace"), (shutil, "rmtree"), (Path, "unlink")):
-            patch.setattr(module, name, counting(getattr(module, name)))
+        for name in ("replace", "fsync", "mkdir", "unlink", "rmdir"):
+            patch.setattr(os, name, counting(getattr(os, name)))
+        for module in (io, builtins):
+            writes = counting(
+                module.open, lambda *args: any(isinstance(a, str) and set("wax+") & set(a) for a in args)
+            )
+            patch.setattr(module, "open", writes)
         try:
             act()
-        except Cut:
-            return True
-    return False
+        except error:
+            return True, True
+    return calls >= at, False
 
 
-def test_a_deletion_that_is_cut_off_is_finished_or_was_never_begun(whole, tmp_path, cache, monkeypatch):
-    states = []
-    for at in range(1, 20):
-        out = tmp_path / str(at) / "out"
-        shutil.copytree(whole.folder.path, out)
-        folder, trainer = RunFolder(out), make_trainer(out, **cache)
-        trainer.train()
-        results = {**trainer.results(), "classes": ["marked"]}
-        for task in results["tasks"]:
-            task.update(deleted=True) if task["name"] == "task_1" else None
-        if not cut_off(monkeypatch, lambda: folder.delete_expert("task_1", results), at):  # noqa: B023
+def outcome(folder):
+    """What is in a folder, but for how long it took."""
+    left = contents(folder)
+    results = json.loads(left["results.json"])
+    for task in results["tasks"]:
+        del task["seconds"]
+    return {**left, "results.json": results}
+
+
+def grow(trainer):
+    trainer.train_task(make_splits(NAMES[4:]), "new")
+
+
+def delete(trainer):
+    trainer.delete_adapter("task_1")
+
+
+VERBS = {"learn": (0, lambda trainer: trainer.train()), "grow": (2, grow), "delete": (2, delete)}
+# Learning and growing take a hundred runs.
+every_verb = pytest.mark.parametrize(
+    "verb", [pytest.param(verb, marks=() if verb == "delete" else pytest.mark.slow) for verb in VERBS]
+)
+
+
+def disturbed_runs(verb, error, tmp_path, cache, monkeypatch):
+    """
+    Yields for each write of a change: a trainer whose write failed, whether it raised, what makes a new trainer in the
+    same folder, and a check that the folder and its experts are as if nothing had failed.
+    """
+    tasks, act = VERBS[verb]
+
+    def begin(name):
+        return make_trainer(tmp_path / name / "out", make_stream(FOUR, names=FOUR), **cache)
+
+    start = begin("start")
+    for task in list(start.stream)[:tasks]:
+        start.train_task(task)
+    shutil.copytree(tmp_path / "start", tmp_path / "whole")
+    whole = begin("whole")
+    act(whole)
+
+    def check(trainer):
+        assert outcome(trainer.folder.path) == outcome(whole.folder.path)
+        assert_same_experts(experts_of(trainer), experts_of(whole))
+
+    for at in itertools.count(1):
+        shutil.copytree(tmp_path / "start", tmp_path / str(at))
+        trainer = begin(str(at))
+        is_disturbed, is_raised = disturb(monkeypatch, lambda: act(trainer), at, error)  # noqa: B023
+        if not is_disturbed:
             break
-        RunFolder(out).recover(["task_0", "task_1", "task_2"])
-        deleted = read_json(out / "results.json")["classes"] == ["marked"]
-        states.append(deleted)
-        manifest = [expert["name"] for expert in read_json(out / "experts.json")["experts"]]
-        assert ("task_1" in manifest) == (out / "task_1").exists() == (not deleted)
-        assert not [name for name in files_in(out) if name.startswith(".")]
-    assert states == sorted(states)  # once begun it is always finished
-    assert len(states) > 3
-    assert set(states) == {False, True}
+        yield trainer, is_raised, lambda: begin(str(at)), check  # noqa: B023
+    assert at > 10
 
 
-def test_an_expert_that_is_half_saved_is_removed_and_learned_again(whole, tmp_path, cache, monkeypatch):
-    for at in (1, 2, 3, 5, 8, 12, 20, 40):
-        out = tmp_path / str(at) / "out"
-        trainer = make_trainer(out, make_stream(FOUR, names=FOUR), **cache)
-        trainer.train_task(trainer.stream[0])
-        if not cut_off(monkeypatch, lambda: trainer.train_task(trainer.stream[1]), at):  # noqa: B023
-            break
-        RunFolder(out).recover(["task_0", "task_1"])
-        learned = [task["name"] for task in read_json(out / "results.json")["tasks"]]
-        assert [expert["name"] for expert in read_json(out / "experts.json")["experts"]] == learned
-        assert (out / "task_1").exists() == ("task_1" in learned)
-        if at in (2, 5):
-            again = make_trainer(out, make_stream(FOUR, names=FOUR), **cache)
+@every_verb
+def test_a_change_that_fails_at_any_write_is_finished_by_a_retry(tmp_path, cache, monkeypatch, verb):
+    for trainer, is_raised, _, check in disturbed_runs(verb, OSError, tmp_path, cache, monkeypatch):
+        VERBS[verb][1](trainer) if is_raised else trainer.train()
+        check(trainer)
+
+
+@every_verb
+def test_a_change_that_is_killed_at_any_write_is_finished_by_the_next_start(tmp_path, cache, monkeypatch, verb):
+    for trainer, _, begin, check in disturbed_runs(verb, Killed, tmp_path, cache, monkeypatch):
+        is_begun = (trainer.folder.path / JOURNAL_NAME).exists()
+        again = begin()
+        if verb == "delete":
             again.train()
-            assert_same(expert_tensors(again.model, "task_1"), expert_tensors(whole.model, "task_1"))
-    assert at > 6
+            if "task_1" in again.tuner.experts:
+                assert not is_begun
+                again.delete_adapter("task_1")
+        else:
+            VERBS[verb][1](again)
+        check(again)
+
+
+def test_a_deletion_that_cannot_be_measured_is_finished_by_a_retry(copy, cache, monkeypatch):
+    trainer, restarted = make_trainer(copy, **cache), make_trainer(copy, **cache)
+    trainer.train()
+    before = {**read_json(copy / "results.json")}
+
+    def unreadable(*args):
+        raise ValueError("the image in row 0 cannot be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("peft_luca.training.continual_trainer.measure", unreadable)
+        for act in (lambda: trainer.delete_adapter("task_1"), trainer.train, restarted.train):
+            with pytest.raises(ValueError, match="cannot be read"):
+                act()
+            assert not (copy / "task_1").exists()
+            assert "task_1" not in [expert["name"] for expert in read_json(copy / "experts.json")["experts"]]
+    trainer.delete_adapter("task_1")
+    assert not (copy / JOURNAL_NAME).exists()
+    results = read_json(copy / "results.json")
+    assert shape(results["accuracy_matrix"]) == [[True, False, False], [True, True, False], [True, False, True]]
+    assert results["last_accuracy"] != before["last_accuracy"]
+    restarted.train()
+    assert list(restarted.tuner.experts) == ["task_0", "task_2"]
+    with pytest.raises(ValueError, match="there is no expert 'task_1' to delete"):
+        trainer.delete_adapter("task_1")
 
 
 def test_leftovers_of_a_killed_run_are_removed_and_other_files_kept(out, cache):
