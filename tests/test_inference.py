@@ -94,7 +94,7 @@ def test_how_images_are_read_is_saved_with_the_experts(tmp_path):
     processor = ViTImageProcessorPil(do_resize=False, do_normalize=False, do_rescale=False)
     pixels = pixel_values(model, [clear, deep], processor)
     assert pixels[:, :, 0, 0].tolist() == [[0x10, 0x20, 0x30], [255, 255, 255]]
-    with pytest.warns(UserWarning, match=r"'b' was trained with background='white', .* first one, '#102030'"):
+    with pytest.warns(UserWarning, match=r"'b' was trained with .*'white', .* with .*'#102030', .* as the first"):
         model.add_adapter("b", LucaConfig(classes=["y"], white_level=4095))
 
 

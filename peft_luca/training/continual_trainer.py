@@ -74,13 +74,8 @@ class ContinualTrainer(PublishingTrainer):
         if isinstance(model, PeftModel):
             tuner_of(model).layer.experts.prepared(args.make_router())  # raises if an expert lacks statistics
             warn_of_processor(tuner_of(model).layer.configs, processing_class)
-        collator = ImageCollator(
-            processing_class,
-            stream.image_column,
-            channels=channels_of(model),
-            background=template.background,
-            white_level=template.white_level,
-        )
+        options = {"channels": channels_of(model), **template.images}
+        collator = ImageCollator(processing_class, stream.image_column, **options)
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
         given: dict[str, Any] = {"processing_class": processing_class, "data_collator": collator, "eval_dataset": []}
         super().__init__(model=model, args=args, **given, **kwargs)

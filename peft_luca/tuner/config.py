@@ -156,6 +156,11 @@ class LucaConfig(PeftConfig):
                 self.filled.add(name)
         return self
 
+    @property
+    def images(self) -> dict[str, Any]:
+        """How images are read: arguments of [`~peft_luca.preprocessing.read_image`]."""
+        return {"background": self.background, "white_level": self.white_level}
+
     def template(self) -> LucaConfig:
         """Returns a copy for other experts: what was filled in is None again, and no backbone is named."""
         filled: dict[str, Any] = dict.fromkeys(self.filled)

@@ -102,13 +102,10 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         self._experts = None
 
     def _warn_of_other_images(self, adapter_name: str, config: LucaConfig) -> None:
-        first = next(iter(self.configs.values()), config)
-        for name in ("background", "white_level"):
-            if getattr(first, name) != (other := getattr(config, name)):
-                message = (
-                    f"expert {adapter_name!r} was trained with {name}={other!r}, but images are read for all experts"
-                )
-                warnings.warn(f"{message} with that of the first one, {getattr(first, name)!r}.", stacklevel=2)
+        first = next(iter(self.configs.values()), config).images
+        if first != config.images:
+            message = f"expert {adapter_name!r} was trained with {config.images}, but images are read for all experts"
+            warnings.warn(f"{message} with {first}, as the first one was.", stacklevel=2)
 
     @torch.no_grad()
     def load_expert(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:

@@ -277,7 +277,7 @@ def luca_layers(model: nn.Module) -> list[LucaLayer]:
 def image_options(model: nn.Module) -> dict[str, Any]:
     """How the experts of a model see images: arguments of [`~peft_luca.preprocessing.read_image`]."""
     config = next(iter(find_layer(model)[1].configs.values()))  # all experts have the same
-    return {"channels": channels_of(model), "background": config.background, "white_level": config.white_level}
+    return {"channels": channels_of(model), **config.images}
 
 
 def find_layer(model: nn.Module) -> tuple[str, LucaLayer]:

@@ -65,6 +65,7 @@ class LucaModel(PeftHooks):
         if not own:
             del model.peft_config
         self._just_added: set[str] = set()
+        self._unloaded: set[str] = set()
         super().__init__(model, configs, adapter_name, *args, **kwargs)  # type: ignore[arg-type]
         self._backbone_peft_config = None if own else foreign
 

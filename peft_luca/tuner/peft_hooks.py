@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
@@ -36,7 +36,7 @@ class PeftHooks(BaseTuner):
     peft_config: dict[str, Any]
     layer: LucaLayer
     _just_added: set[str]  # experts since the last train(True): a copy may replace their weights
-    _unloaded: str | None = None  # the expert that PEFT adds to load weights into it, until they are there
+    _unloaded: set[str]  # experts that PEFT has added to load weights into them, until these are there
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT's name; the head is found in _prepare_model
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> LucaConfig:
@@ -50,7 +50,9 @@ class PeftHooks(BaseTuner):
             backbone = BackboneFacts.of(model, head.name)
             peft_config.fingerprint, peft_config.backbone_settings = backbone.fingerprint, backbone.settings
         self._just_added.add(adapter_name)
-        self._unloaded = adapter_name if peft_config.inference_mode else None
+        self._unloaded.discard(adapter_name)
+        if peft_config.inference_mode:
+            self._unloaded.add(adapter_name)
 
     def _create_and_replace(  # type: ignore[override]
         self, peft_config: Any, adapter_name: str, target: Any, target_name: str, parent: nn.Module, **kwargs: Any
@@ -122,52 +124,44 @@ class PeftHooks(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         # The last point at which PEFT lets a tuner see the weights before it copies them.
-        path, layer = find_layer(model)
-        base, tuner = model, cast(Any, model)
-        if isinstance(model, PeftModel):
-            base, tuner = model.get_base_model(), model.base_model
-        remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
-            model, config, adapter_name, state_dict
-        )
-        tensors = {key: remapped.get(f"{path}.{key}") for key in layer.tensors(adapter_name)}
+        tuner: Any = model.base_model if isinstance(model, PeftModel) else model
+        remapped: dict[str, Tensor]
+        remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        unloaded: set[str] = getattr(tuner, "_unloaded", set())
         try:
-            check_backbone(base, find_head(base, config), config, adapter_name, state_dict)
-            check_same_reference(layer, adapter_name, state_dict)
-            cls._check_loaded(tuner, layer, adapter_name, tensors)
+            check_weights(model, config, adapter_name, remapped, state_dict)
         except ValueError:
-            # PEFT has added the expert already, with random numbers. One that was there before stays.
-            if getattr(tuner, "_unloaded", None) == adapter_name and len(tuner.peft_config) > 1:
-                tuner.delete_adapter(adapter_name)
+            if adapter_name in unloaded and len(tuner.peft_config) > 1:
+                tuner.delete_adapter(adapter_name)  # PEFT has added it already, with random numbers
             raise
-        warn_of_processor(layer.configs)
-        if isinstance(tuner, PeftHooks):
-            tuner._unloaded = None
+        unloaded.discard(adapter_name)
+        warn_of_processor(find_layer(model)[1].configs)
         return remapped
 
-    @staticmethod
-    def _check_loaded(tuner: Any, layer: LucaLayer, adapter_name: str, tensors: dict[str, Any]) -> None:
-        """Refuses weights that do not fit, and an expert with which the router that is set cannot answer."""
-        wrong = [
-            key
-            for key, expected in layer.tensors(adapter_name).items()
-            if tensors[key] is None or tensors[key].shape != expected.shape or not tensors[key].isfinite().all()
-        ]
-        if wrong:
+
+def check_weights(model: nn.Module, config: Any, name: str, remapped: dict[str, Tensor], state_dict: Any) -> None:
+    """Refuses weights that do not fit, and an expert with which the router that is set cannot answer."""
+    base, tuner = (model.get_base_model(), model.base_model) if isinstance(model, PeftModel) else (model, model)
+    path, layer = find_layer(model)
+    check_backbone(base, find_head(base, config), config, name, state_dict)
+    check_same_reference(layer, name, state_dict)
+    found = {key: (tensor, remapped.get(f"{path}.{key}")) for key, tensor in layer.tensors(name).items()}
+    wrong = [
+        key for key, (own, new) in found.items() if new is None or own.shape != new.shape or not new.isfinite().all()
+    ]
+    if wrong:
+        reason = f"the file of expert {name!r} lacks {sorted(wrong)}, or has them in another shape or not finite"
+        raise ValueError(f"{reason}: nothing of it was loaded.")
+    if layer.router is not None:
+        layer.experts.prepared(layer.router)
+    if name not in getattr(tuner, "_just_added", ()):
+        other = layer.duplicate_of(name, {key: remapped[f"{path}.{key}"] for key in found})
+        if other is not None:
             raise ValueError(
-                f"the file of expert {adapter_name!r} lacks {sorted(wrong)}, or has them in another shape or with "
-                "numbers that are not finite. Nothing of it was loaded."
+                f"these are the weights of expert {other!r}, and would replace those of {name!r}. To copy {other!r}, "
+                f"delete {name!r} first. load_best_model_at_end of transformers only knows an expert called "
+                f"'default'. The checkpoint has a folder {name!r}, which model.load_adapter(folder, {name!r}) loads."
             )
-        if layer.router is not None:
-            layer.experts.prepared(layer.router)
-        if adapter_name not in getattr(tuner, "_just_added", ()):
-            other = layer.duplicate_of(adapter_name, tensors)
-            if other is not None:
-                raise ValueError(
-                    f"these are the weights of expert {other!r}, and would replace those of {adapter_name!r}. To copy "
-                    f"{other!r}, delete {adapter_name!r} first. load_best_model_at_end of transformers only knows an "
-                    f"expert called 'default'. The checkpoint has a folder {adapter_name!r}, which "
-                    f"model.load_adapter(folder, {adapter_name!r}) loads."
-                )
 
 
 def check_new_expert(model: nn.Module, config: LucaConfig, name: str) -> Head:

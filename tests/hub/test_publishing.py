@@ -199,14 +199,15 @@ def test_an_adapter_of_another_method_beside_the_experts_stays(hub, model):
         ("MAX_EXPERT_BYTES", 3300, r"owner/two/.*adapter_model\.safetensors has \d+ bytes, more than the 3300"),
         (
             "MAX_DOWNLOAD_BYTES",
-            6000,
-            r"of owner/two have \d+ bytes, more than the 6000 .* Load some of them with load_exp",
+            0,
+            r"of owner/two have \d+ bytes, more than the \d+ .* Load some of them with load_exp",
         ),
     ],
 )
 def test_what_is_too_large_is_refused_before_it_is_downloaded(hub, model, monkeypatch, bound, most, message):
     push(model)
-    monkeypatch.setattr(saving, bound, most)
+    of_alpha = sum(len(body) for path, body in hub.repos["owner/two"].files.items() if path.startswith("alpha/"))
+    monkeypatch.setattr(saving, bound, most or of_alpha)
     hub.requests.clear()
     assert_refused(lambda model: load_experts(model, "owner/two"), message, InvalidExpertError)
     assert not hub.asked("/lfs/")

@@ -408,9 +408,10 @@ def test_an_expert_that_the_router_cannot_use_is_refused_and_the_model_answers_a
 @pytest.mark.parametrize("spoil", ["missing", "shape", "nan"])
 def test_what_peft_is_refused_leaves_the_model_as_it_was(tmp_path, spoil):
     """PEFT adds an expert of random numbers before it looks at the file."""
-    save_expert(make_model({"new": ["q", "r"]}), "new", tmp_path)
-    good, tensors = tmp_path / "good", load_file(tmp_path / WEIGHTS)
-    save_expert(make_model({"new": ["q", "r"]}, seed=1), "new", good)
+    good = tmp_path / "good"
+    for folder in (tmp_path, good):
+        save_expert(make_model({"new": ["q", "r"]}), "new", folder)
+    tensors = load_file(tmp_path / WEIGHTS)
     key = "base_model.model.classifier.luca_class_rows"
     changed = {"missing": None, "shape": tensors[key][:1], "nan": tensors[key] * float("nan")}[spoil]
     tensors = {name: changed if name == key else tensor for name, tensor in tensors.items()}
