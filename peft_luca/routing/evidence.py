@@ -21,8 +21,8 @@ WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 # An expert with so many images of each of its classes tries a ridge regression on so many random features. What it
 # keeps of their Gram matrix has so many rows.
 MANY_IMAGES, RANDOM_FEATURES, GRAM_RANK = 200, 2000, 128
-# Images that are left out, evenly spaced.
-MOST_IMAGES = 10_000
+# Images that are left out, evenly spaced, and the fewest of a class for a regression.
+MOST_IMAGES, FEWEST_IMAGES = 10_000, 20
 # Of the histogram of distances: 96 edges, in units of a class's typical distance.
 EDGES = 2.0 ** torch.linspace(-2, 4, 96)
 
@@ -66,6 +66,8 @@ def with_evidence(statistics: ClassStatistics, x: Tensor, labels: Tensor, keep_g
     statistics = replace(statistics, distances=edges.bincount(minlength=len(EDGES) + 1).double())
     if statistics.gram is None:
         return statistics
+    if int(labels.bincount(minlength=len(sums)).min()) < FEWEST_IMAGES:
+        return statistics if keep_gram else replace(statistics, gram=None, random_sums=None)
     scores = -0.5 * left_out(x, labels, pooled_share, discriminant.sphere)[0]
     gaussian = discriminant.posterior(scores)
     ridge = _left_out_of_ridge(statistics, x, labels)

@@ -93,7 +93,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, pi
 backbone = "google/vit-base-patch16-224-in21k"
 vit = AutoModelForImageClassification\.from_pretrained\(backbone\)
 model = peft_luca\.load_experts\(vit, "lab/pair"\)
-model\.set_router\("entropy"\)
+model\.set_router\("auto"\)
 
 [^`]+
 print\(classify\(image, top_k=1\)\)

@@ -79,6 +79,8 @@ def test_classes_of_one_image_and_equal_images_give_no_evidence():
 def test_evidence_adds_up_and_goes_with_its_expert():
     experts = FakeExperts(THREE)
     parts = experts.statistics
+    for name, part in parts.items():
+        parts[name] = replace(part, losses=FOUR * len(name))
     whole, turned = pool(parts), pool(dict(reversed(parts.items())))
     for name in ("distances", "losses"):
         torch.testing.assert_close(getattr(whole, name), sum(getattr(part, name) for part in parts.values()))
@@ -87,9 +89,22 @@ def test_evidence_adds_up_and_goes_with_its_expert():
     assert torch.equal(fewer.distances, parts["animals"].distances + parts["skies"].distances)
     old = {"animals": replace(parts["animals"], distances=None), "skies": parts["skies"]}
     assert torch.equal(pool(old).distances, parts["skies"].distances)
+    old["animals"] = replace(parts["animals"], losses=None)
+    assert pool(old).losses is None
 
 
 # ---- the ridge regression ----------------------------------------------------------------------------------------
+
+
+def test_experts_of_few_images_have_no_losses():
+    x, y = images(sizes=(30, 30, 30, 30, 19))
+    statistics = ClassStatistics.collect(x, y, [f"c{k}" for k in range(5)], random_features=20)
+    kept, dropped = (with_evidence(statistics, x, y, keep_gram=keep) for keep in (True, False))
+    assert kept.losses is dropped.losses is dropped.gram is dropped.random_sums is None
+    assert kept.gram is statistics.gram
+    one = with_evidence(ClassStatistics.collect(x[:1], y[:1] * 0, ["c"], random_features=20), x[:1], y[:1] * 0, True)
+    assert one.losses is None
+    assert not one.distances.any()
 
 
 def test_the_prior_is_kept_unless_the_evidence_is_better_by_its_standard_error():
@@ -103,7 +118,7 @@ def test_the_prior_is_kept_unless_the_evidence_is_better_by_its_standard_error()
 
 
 def test_losses_are_those_of_a_regression_without_the_image():
-    x, y = images(sizes=(30, 9, 14, 12, 11))
+    x, y = images(sizes=(30, 29, 24, 22, 21))
     statistics = with_evidence(
         ClassStatistics.collect(x, y, [f"c{k}" for k in range(5)], random_features=20), x, y, keep_gram=True
     )
@@ -170,8 +185,8 @@ def test_auto_mixes_the_regression_in_where_every_expert_has_random_features():
     wanted = (gaussian.logits + 0.25 * make_router("ridge").route(Z, experts).logits) / 1.25
     torch.testing.assert_close(mixed.logits, wanted.log_softmax(1))
     assert torch.equal(mixed.known, gaussian.known)
-    experts = FakeExperts(THREE)
     experts.statistics["skies"] = replace(experts.statistics["skies"], gram=None, random_sums=None, losses=None)
+    experts.set_experts(THREE)
     assert make_router("auto").describe(experts) == "auto (gaussian)"
     assert torch.equal(make_router("auto").route(Z, experts).logits, make_router("gaussian").route(Z, experts).logits)
 
