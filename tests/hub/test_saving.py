@@ -254,6 +254,8 @@ def test_auto_peft_model(tmp_path):
         ("gaussian", {"shrinkage": 1e-5, "volume": 500}),
         ("lda", {"temperature": 0.5}),
         ("ridge", {"strength": 1e6}),
+        ("auto", {}),
+        ("nearest", {"temperature": 2.0}),
         ("oracle", {}),
         (None, {}),
     ],
@@ -338,6 +340,21 @@ def test_classes_of_two_owners_that_look_alike_are_told_of(tmp_path, one, other)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         load_experts(make_vit(), [tmp_path / "one", tmp_path / "two"], rename={"two": {other: one}})
+
+
+def test_experts_without_a_router_are_asked_by_auto(tmp_path):
+    save_experts(with_statistics(), tmp_path)  # whose router is None, and stays so
+    assert load_experts(make_vit(), tmp_path).router is None
+    sources = [tmp_path / name for name in TWO]
+    assert load_experts(make_vit(), sources[:1]).router is None  # a single expert is active, as any adapter
+    for statistics, used in ((True, "gaussian"), (False, "nearest")):
+        model = load_experts(make_vit(), sources, statistics=statistics)
+        assert model.router.name == "auto"
+        assert f"active: router auto ({used})" in repr(model)
+        assert model.config.num_labels == len(model.classes)
+        routed = model.route(pixels()).logits
+        model.set_router(used)
+        assert torch.equal(model.route(pixels()).logits, routed)
 
 
 def test_class_names_of_any_language_and_experts_named_as_parts_of_other_names(tmp_path):
