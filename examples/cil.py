@@ -160,7 +160,7 @@ def parse_arguments() -> tuple[ExampleArguments, ContinualTrainingArguments, Luc
         parser.error(
             f"--luca_config must hold fields of LucaConfig as one JSON object, got {example.luca_config}: {error}"
         )
-    if args.output_dir == "trainer_output":  # what Trainer takes when none is given
+    if Path(args.output_dir).name == "trainer_output":  # what Trainer takes when none is given
         args.output_dir = str(Path("out") / Path(example.dataset).name)
     return example, args, config
 

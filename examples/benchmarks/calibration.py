@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 from peft_luca.routing.discriminants import sphere_strength
+from peft_luca.routing.evidence import left_out
 from peft_luca.routing.statistics import ClassStatistics
 
 
@@ -59,40 +59,6 @@ def shrinkage(rule: str, constant: float, freedom: Tensor) -> Tensor:
     if rule == "constant":
         return torch.full_like(freedom, constant)
     return 1 / (1 + constant * freedom ** POWERS[rule])
-
-
-def left_out(x: Tensor, y: Tensor, alpha: Callable[[Tensor], Tensor], gamma: float) -> tuple[Tensor, Tensor]:
-    """
-    Squared distances and log-volumes (images, classes) of each training image, as if it had not been there: its
-    class's mean and scatter and the pooled scatter lose one direction each (Sherman & Morrison).
-
-    Args:
-        alpha (function): Degrees of freedom of classes → how far each is shrunk toward the pooled covariance.
-        gamma (`float`): How far all are shrunk toward a sphere.
-    """
-    classes, d = int(y.max()) + 1, x.shape[1]
-    counts = torch.bincount(y).double()
-    means = torch.zeros(classes, d).double().index_add_(0, y, x) / counts[:, None]
-    scatter = torch.stack([(x[y == k] - means[k]).T @ (x[y == k] - means[k]) for k in range(classes)])
-    freedom = len(x) - classes - 1
-    pooled, away, factor = scatter.sum(0) / freedom, x - means[y], (counts / (counts - 1))[y]
-    distances, volumes = torch.empty(len(x), classes).double(), torch.empty(len(x), classes).double()
-    for k in range(classes):
-        for own in (False, True):
-            images = (y == k) == own
-            own_freedom = counts[k] - (2 if own else 1)
-            share = 1 - float(alpha(own_freedom[None]))
-            covariance = share * scatter[k] / own_freedom + (1 - share) * pooled
-            sphere = gamma * covariance.diagonal().mean() * torch.eye(d).double()
-            lower = torch.linalg.cholesky((1 - gamma) * covariance + sphere)
-            toward = torch.linalg.solve_triangular(lower, (x[images] - means[k]).T, upper=False)
-            lost = torch.linalg.solve_triangular(lower, away[images].T, upper=False)
-            weight = (1 - gamma) * ((1 - share) / freedom + own * share / own_freedom) * factor[images]
-            size = weight * lost.square().sum(0)
-            distance = toward.square().sum(0) + weight * (toward * lost).sum(0).square() / (1 - size)
-            distances[images, k] = distance * (factor[images].square() if own else 1.0)
-            volumes[images, k] = 2 * lower.diagonal().log().sum() + torch.log1p(-size)
-    return distances, volumes
 
 
 def measure(args: MeasureArguments) -> None:

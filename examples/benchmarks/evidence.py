@@ -79,13 +79,14 @@ def measure(bench: Bench, seed: int, images: int) -> dict[str, float]:
     half = tuple(name for task in list(bench.stream(seed))[: -(-len(parts) // 2)] for name in task.classes)
     rest = tuple(name for name in bench.classes if name not in half)
     pooled = pool(collect(bench, seed, images, half)[0])
-    known, strange = (
-        answers(pooled, bench.unit(bench.select("test", names, names).features).float())["known"]
-        for names in (half, rest)
-    )
-    figures["unknown images refused"] = float((strange < 0.05).double().mean())
-    truth = torch.cat([torch.ones(len(known)), torch.zeros(len(strange))])
-    figures["unknown AUROC"] = float(roc_auc_score(truth, torch.cat([known, strange])))
+    features = (bench.unit(bench.select("test", names, names).features).float() for names in (half, rest))
+    known, strange = (answers(pooled, x) for x in features)
+    figures["unknown images refused"] = float((strange["known"] < 0.05).double().mean())
+    truth = torch.cat([torch.ones(len(known["known"])), torch.zeros(len(strange["known"]))])
+    both = {name: torch.cat([known[name], strange[name]]) for name in known}
+    confidence = both["auto"].exp().amax(dim=1)
+    figures["unknown AUROC"] = float(roc_auc_score(truth, both["known"]))
+    figures["unknown AUROC of known x confidence"] = float(roc_auc_score(truth, both["known"] * confidence))
     return figures
 
 

@@ -91,6 +91,10 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def mean_of(figure: dict[str, Any] | None) -> str:
+    return "" if figure is None else f"{figure['mean']:.3f}"
+
+
 def share(figure: dict[str, Any] | None) -> str:
     """Mean±deviation."""
     if figure is None:
@@ -173,7 +177,7 @@ def routers(results: Path) -> str:
     """Last accuracy of every router on the same experts, and of baselines that see all classes at once."""
     contents = routing_results(results)
     lines = [
-        [f"`{name}`", *(f"{of_routers(content)[name]['last_accuracy']['mean']:.3f}" for content in contents)]
+        [f"`{name}`", *(mean_of(of_routers(content).get(name, {}).get("last_accuracy")) for content in contents)]
         for name in of_routers(contents[0])
     ]
     entropies = [content["summary"]["entropy"] for content in contents]

@@ -9,7 +9,7 @@ orders. No router is chosen or tuned by a test image.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,9 @@ def measure_routers(seed: int, bench: Bench, random_features: int) -> dict[str, 
                 for name, own in model.experts.items():
                     part = bench.select("train", own, own)
                     x = bench.unit(part.features)
-                    statistics = ClassStatistics.collect(x, part.labels, own, random_features=random_features)
-                    model.base_model.layer.set_statistics(name, statistics)
+                    found = ClassStatistics.collect(x, part.labels, own, random_features=random_features)
+                    with_random = replace(kept[name], gram=found.gram, random_sums=found.random_sums)
+                    model.base_model.layer.set_statistics(name, with_random)
             output, found = learner.route(test, router), figures[router]
             stages[router].append(accuracy(output.logits, test.labels))
             if stage == len(tasks):

@@ -96,9 +96,8 @@ class LabeledImages(Column):
         # indices mapping writes all its images.
         images = self.images
         if images._indices is not None and images.cache_files:  # would be written beside the data, by default
-            folder = Path(config.HF_DATASETS_CACHE) / "peft_luca"
-            folder.mkdir(parents=True, exist_ok=True)
-            images = images.flatten_indices(cache_file_name=str(folder / f"images-{images._fingerprint}.arrow"))
+            path = Path(config.HF_DATASETS_CACHE, "peft_luca", f"images-{images._fingerprint}.arrow")
+            images = images.flatten_indices(cache_file_name=str(path))
         dataset = images.add_column("labels", lookup[self.codes], feature=Value("int64"))
         (column,) = self.images.column_names
         _check_no_nulls(dataset.data.column(column), f"column {column!r}")

@@ -37,7 +37,10 @@ MAX_IMAGES = 1e12  # of a class
 TOLERANCE = 1e-3  # of statistics, which were rounded to float32
 FLOATS = ("F64", "F32", "F16", "BF16")
 # What a config says about the weights beside it.
-CONFIG_FACTS = "classes adapter_width calibrator_width arrangement norm_position positive_scale reference".split()
+CONFIG_FACTS = (
+    "classes adapter_width calibrator_width arrangement norm_position positive_scale reference whitening background "
+    "white_level"
+).split()
 
 Specs = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # tensor name -> allowed dtypes, shape
 Header = Mapping[str, tuple[str, list[int]]]  # tensor name -> dtype, shape

@@ -116,7 +116,7 @@ class RegularizedDiscriminant(Discriminant):
         covariance, pooled_freedom = statistics.within
         d, counts = len(covariance), statistics.counts
         self.temperature = 0.44 * math.sqrt(d) if temperature is None else temperature
-        alphas = 1 / (1 + 0.13 * (counts - 1) ** 0.25) if shrinkage is None else torch.full_like(counts, shrinkage)
+        alphas = pooled_share(counts - 1) if shrinkage is None else torch.full_like(counts, shrinkage)
         sphere = sphere_strength(counts, alphas, covariance, pooled_freedom) if sphere is None else sphere
         self.sphere = sphere
         values, basis = torch.linalg.eigh(covariance)
@@ -179,17 +179,18 @@ class RegularizedDiscriminant(Discriminant):
 
     def left_out(self, x: Tensor, labels: Tensor) -> Tensor:
         """
-        Training images, unit features `(images, d)`, and their classes `(images,)` → scores `(images, K)`, that of the
-        image's own class as if it had been learned without the image. Without volume term.
+        Training images, unit features `(images, d)`, and their classes `(images,)` → the squared distance of each from
+        its class as it is without the image, `(images,)`, float64.
         """
-        scores, own = self.scores(x).double(), labels[:, None]
-        left = self._leave_out(-2 * scores.gather(1, own)[:, 0], labels)
-        return scores.scatter(1, own, -0.5 * left[:, None])
+        return self._leave_out(self.squared_distances(self.scores(x), labels).double(), labels)
+
+    def squared_distances(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Scores `(batch, C)` and classes `(batch,)` → (x-μ)ᵀΣ⁻¹(x-μ), `(batch,)`."""
+        return -2 * scores.gather(1, labels[:, None])[:, 0] - self.volumes[labels].to(scores)
 
     def distances(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Scores `(batch, C)` and classes `(batch,)` → squared distance from the class, typically 1, `(batch,)`."""
-        squared = -2 * scores.gather(1, labels[:, None])[:, 0] - self.volumes[labels].to(scores)
-        return squared / self.typical[labels].to(scores)
+        return self.squared_distances(scores, labels) / self.typical[labels].to(scores)
 
     def scores(self, x: Tensor) -> Tensor:
         y = x @ self.basis.to(x)
@@ -236,6 +237,11 @@ class RidgeClassifier(Discriminant):
 
     def scores(self, x: Tensor) -> Tensor:
         return torch.relu(x @ self.directions.to(x)) @ self.weights.to(x).T
+
+
+def pooled_share(freedom: Tensor) -> Tensor:
+    """α of [`RegularizedDiscriminant`] for classes of so many degrees of freedom, images less one."""
+    return 1 / (1 + 0.13 * freedom**0.25)
 
 
 def sphere_strength(counts: Tensor, shrinkage: Tensor, covariance: Tensor, freedom: float) -> float:

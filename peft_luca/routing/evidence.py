@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .discriminants import Discriminant, RegularizedDiscriminant, RidgeClassifier
+from .discriminants import Discriminant, RegularizedDiscriminant, RidgeClassifier, pooled_share
 from .statistics import ClassStatistics
 
 
@@ -21,8 +21,8 @@ WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 # An expert with so many images of each of its classes tries a ridge regression on so many random features. What it
 # keeps of their Gram matrix has so many rows.
 MANY_IMAGES, RANDOM_FEATURES, GRAM_RANK = 200, 2000, 128
-# Images that are left out, evenly spaced.
-MOST_IMAGES = 4096
+# Images that are left out, evenly spaced, and the fewest of a class for a regression.
+MOST_IMAGES, FEWEST_IMAGES = 10_000, 20
 # Of the histogram of distances: 96 edges, in units of a class's typical distance.
 EDGES = 2.0 ** torch.linspace(-2, 4, 96)
 
@@ -58,8 +58,7 @@ def with_evidence(statistics: ClassStatistics, x: Tensor, labels: Tensor, keep_g
         keep_gram (`bool`): Whether the Gram matrix is kept even if the evidence is against it, and at full rank.
     """
     discriminant = RegularizedDiscriminant(statistics)
-    scores = discriminant.left_out(x.float(), labels)
-    distances = -2 * scores.gather(1, labels[:, None])[:, 0].double()
+    distances = discriminant.left_out(x.float(), labels)
     sums = torch.zeros(len(statistics.classes), dtype=torch.float64).index_add(0, labels, distances)
     # Of one expert's classes alone the covariance is less well known, so that all distances are longer: by their mean.
     ratios = distances * labels.bincount(minlength=len(sums))[labels] / sums[labels]
@@ -67,6 +66,9 @@ def with_evidence(statistics: ClassStatistics, x: Tensor, labels: Tensor, keep_g
     statistics = replace(statistics, distances=edges.bincount(minlength=len(EDGES) + 1).double())
     if statistics.gram is None:
         return statistics
+    if int(labels.bincount(minlength=len(sums)).min()) < FEWEST_IMAGES:
+        return statistics if keep_gram else replace(statistics, gram=None, random_sums=None)
+    scores = -0.5 * left_out(x, labels, pooled_share, discriminant.sphere)[0]
     gaussian = discriminant.posterior(scores)
     ridge = _left_out_of_ridge(statistics, x, labels)
     mixed = [mix(gaussian, ridge, weight) for weight in WEIGHTS]
@@ -78,6 +80,40 @@ def with_evidence(statistics: ClassStatistics, x: Tensor, labels: Tensor, keep_g
     if ridge_weight(statistics.losses) == 0:
         return replace(statistics, gram=None, random_sums=None, losses=None)
     return statistics.compress_gram(GRAM_RANK)
+
+
+def left_out(x: Tensor, y: Tensor, alpha: Callable[[Tensor], Tensor], gamma: float) -> tuple[Tensor, Tensor]:
+    """
+    Squared distances and log-volumes (images, classes) of each training image, as if it had not been there: its
+    class's mean and scatter and the pooled scatter lose one direction each (Sherman & Morrison).
+
+    Args:
+        alpha (function): Degrees of freedom of classes → how far each is shrunk toward the pooled covariance.
+        gamma (`float`): How far all are shrunk toward a sphere.
+    """
+    classes, d = int(y.max()) + 1, x.shape[1]
+    counts = torch.bincount(y).double()
+    means = torch.zeros(classes, d).double().index_add_(0, y, x) / counts[:, None]
+    scatter = torch.stack([(x[y == k] - means[k]).T @ (x[y == k] - means[k]) for k in range(classes)])
+    freedom = len(x) - classes - 1
+    pooled, away, factor = scatter.sum(0) / freedom, x - means[y], (counts / (counts - 1))[y]
+    distances, volumes = torch.empty(len(x), classes).double(), torch.empty(len(x), classes).double()
+    for k in range(classes):
+        for own in (False, True):
+            images = (y == k) == own
+            own_freedom = counts[k] - (2 if own else 1)
+            share = 1 - float(alpha(own_freedom[None]))
+            covariance = share * scatter[k] / own_freedom + (1 - share) * pooled
+            sphere = gamma * covariance.diagonal().mean() * torch.eye(d).double()
+            lower = torch.linalg.cholesky((1 - gamma) * covariance + sphere)
+            toward = torch.linalg.solve_triangular(lower, (x[images] - means[k]).T, upper=False)
+            lost = torch.linalg.solve_triangular(lower, away[images].T, upper=False)
+            weight = (1 - gamma) * ((1 - share) / freedom + own * share / own_freedom) * factor[images]
+            size = weight * lost.square().sum(0)
+            distance = toward.square().sum(0) + weight * (toward * lost).sum(0).square() / (1 - size)
+            distances[images, k] = distance * (factor[images].square() if own else 1.0)
+            volumes[images, k] = 2 * lower.diagonal().log().sum() + torch.log1p(-size)
+    return distances, volumes
 
 
 def _left_out_of_ridge(statistics: ClassStatistics, x: Tensor, labels: Tensor) -> Tensor:

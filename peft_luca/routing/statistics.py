@@ -199,13 +199,14 @@ def pool(parts: Mapping[str, ClassStatistics]) -> ClassStatistics:
         gram = torch.stack([part.random_gram for part in ordered]).sum(dim=0)  # type: ignore[misc]
         sums = torch.stack([sum(part.random_sums[k] for part, k in found[name]) for name in classes])  # type: ignore
     pooled = _stack(classes, [_merge(found[name]) for name in classes], gram, sums)
-    return replace(pooled, distances=add_up(ordered, "distances"), losses=add_up(ordered, "losses"))
+    distances = add_up([part.distances for part in ordered if part.distances is not None])
+    return replace(pooled, distances=distances, losses=add_up([part.losses for part in ordered]))
 
 
-def add_up(parts: Sequence[ClassStatistics], name: str) -> Tensor | None:
-    """The sum of a tensor of evidence over the experts that have it."""
-    found = [getattr(part, name) for part in parts if getattr(part, name) is not None]
-    return torch.stack(found).sum(dim=0) if found else None
+def add_up(evidence: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of some evidence over experts; `None` if one of them has none."""
+    found = [tensor for tensor in evidence if tensor is not None]
+    return torch.stack(found).sum(dim=0) if found and len(found) == len(evidence) else None
 
 
 def _outer(rows: Tensor) -> Tensor:

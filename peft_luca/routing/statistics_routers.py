@@ -112,11 +112,8 @@ class EvidenceRouter(StatisticsRouter):
     Options = StatisticsOptions
     discriminant = EvidenceDiscriminant
 
-    def __repr__(self) -> str:
-        return "gaussian"
-
     def describe(self, experts: Experts) -> str:
-        weight = ridge_weight(add_up(list(experts.statistics.values()), "losses"))
+        weight = ridge_weight(add_up([experts.statistics[name].losses for name in experts.names]))
         return f"gaussian and {weight:g} x ridge" if weight else "gaussian"
 
 

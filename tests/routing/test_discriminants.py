@@ -110,24 +110,21 @@ def test_ridge_solves_its_normal_equations_with_the_strength_of_least_gcv():
         RidgeClassifier(collect(x, y))
 
 
-def test_left_out_scores_are_those_of_covariances_without_the_image():
+@pytest.mark.parametrize("volume", [0.0, 1.0])
+def test_left_out_distances_are_those_of_covariances_without_the_image(volume):
     x, y = images(sizes=(30, 9, 14, 12, 11))
-    made = RegularizedDiscriminant(collect(x, y, rank=None), shrinkage=0.4, sphere=0.1)
-    means, _, pooled, counts = covariances(x, y)
-    found, scores = made.left_out(x, y), made.scores(x)
+    made = RegularizedDiscriminant(collect(x, y, rank=None), shrinkage=0.4, sphere=0.1, volume=volume)
+    means, own, pooled, counts = covariances(x, y)
+    found = made.left_out(x, y)
     for i in range(0, len(x), 7):
         k, n = y[i], counts[y[i]]
-        lost = n / (n - 1) * torch.outer(x[i] - means[k], x[i] - means[k])  # of the scatter
-        rest = x[(y == k) & (torch.arange(len(x)) != i)]
-        own = (rest - rest.mean(0)).T @ (rest - rest.mean(0)) / (n - 1)
-        covariance = 0.6 * own + 0.4 * (pooled - lost / (len(x) - 5))
-        covariance = 0.9 * covariance + 0.1 * (
-            0.6 * own + 0.4 * pooled + 0.6 * lost / (n - 1)
-        ).trace() / D * torch.eye(D)
-        centred = x[i] - rest.mean(0)
-        assert found[i, k] == pytest.approx(float(-0.5 * centred @ torch.linalg.inv(covariance) @ centred), rel=2e-2)
-        others = torch.arange(5) != k
-        assert torch.equal(found[i, others], scores[i, others].double())
+        away = x[i] - means[k]
+        lost = n / (n - 1) * torch.outer(away, away) * (0.6 / (n - 1) + 0.4 / (len(x) - 5))
+        whole = 0.6 * own[k] + 0.4 * pooled
+        covariance = 0.9 * (whole - lost) + 0.1 * whole.trace() / D * torch.eye(D)
+        rest = x[(y == k) & (torch.arange(len(x)) != i)].mean(0)
+        wanted = (x[i] - rest) @ torch.linalg.inv(covariance) @ (x[i] - rest)
+        assert found[i] == pytest.approx(float(wanted), rel=1e-3)
 
 
 @pytest.mark.parametrize("volume", [0.0, 1.0])
@@ -138,8 +135,7 @@ def test_distances_are_in_units_of_those_that_are_typical(rank, volume):
     plain = RegularizedDiscriminant(collect(x, y, rank=rank), 0.4, 0.1)
     squared = -2 * plain.scores(x)[torch.arange(len(x)), y]
     torch.testing.assert_close(made.distances(made.scores(x), y), squared / made.typical[y], rtol=1e-3, atol=1e-3)
-    left = -2 * plain.left_out(x, y)[torch.arange(len(x)), y]
-    many = y == 0
+    left, many = plain.left_out(x, y), y == 0
     if rank is None:  # a low rank keeps the mean of the diagonal alone
         assert made.typical[0] == pytest.approx(float(left[many].mean()), rel=0.05)
     assert made.typical[3] == pytest.approx(float(made.typical[[0, 1, 2, 4]].mean()))

@@ -45,7 +45,7 @@ def test_known_images_are_familiar_by_the_share_that_lies_further():
     assert statistics.distances.sum() == len(x)
     assert statistics.gram is statistics.losses is None
     familiarity, made = Familiarity(statistics.distances), RegularizedDiscriminant(statistics)
-    left = -2 * made.left_out(x, y)[torch.arange(len(x)), y]
+    left = made.left_out(x, y)
     means = torch.stack([left[y == k].mean() for k in range(5)])[y]
     found = familiarity((left / means).float())
     for share in (0.05, 0.2, 0.5, 0.9):
@@ -79,6 +79,8 @@ def test_classes_of_one_image_and_equal_images_give_no_evidence():
 def test_evidence_adds_up_and_goes_with_its_expert():
     experts = FakeExperts(THREE)
     parts = experts.statistics
+    for name, part in parts.items():
+        parts[name] = replace(part, losses=FOUR * len(name))
     whole, turned = pool(parts), pool(dict(reversed(parts.items())))
     for name in ("distances", "losses"):
         torch.testing.assert_close(getattr(whole, name), sum(getattr(part, name) for part in parts.values()))
@@ -87,9 +89,22 @@ def test_evidence_adds_up_and_goes_with_its_expert():
     assert torch.equal(fewer.distances, parts["animals"].distances + parts["skies"].distances)
     old = {"animals": replace(parts["animals"], distances=None), "skies": parts["skies"]}
     assert torch.equal(pool(old).distances, parts["skies"].distances)
+    old["animals"] = replace(parts["animals"], losses=None)
+    assert pool(old).losses is None
 
 
 # ---- the ridge regression ----------------------------------------------------------------------------------------
+
+
+def test_experts_of_few_images_have_no_losses():
+    x, y = images(sizes=(30, 30, 30, 30, 19))
+    statistics = ClassStatistics.collect(x, y, [f"c{k}" for k in range(5)], random_features=20)
+    kept, dropped = (with_evidence(statistics, x, y, keep_gram=keep) for keep in (True, False))
+    assert kept.losses is dropped.losses is dropped.gram is dropped.random_sums is None
+    assert kept.gram is statistics.gram
+    one = with_evidence(ClassStatistics.collect(x[:1], y[:1] * 0, ["c"], random_features=20), x[:1], y[:1] * 0, True)
+    assert one.losses is None
+    assert not one.distances.any()
 
 
 def test_the_prior_is_kept_unless_the_evidence_is_better_by_its_standard_error():
@@ -103,7 +118,7 @@ def test_the_prior_is_kept_unless_the_evidence_is_better_by_its_standard_error()
 
 
 def test_losses_are_those_of_a_regression_without_the_image():
-    x, y = images(sizes=(30, 9, 14, 12, 11))
+    x, y = images(sizes=(30, 29, 24, 22, 21))
     statistics = with_evidence(
         ClassStatistics.collect(x, y, [f"c{k}" for k in range(5)], random_features=20), x, y, keep_gram=True
     )
@@ -115,13 +130,18 @@ def test_losses_are_those_of_a_regression_without_the_image():
         gram = features[rest].T @ features[rest] + ridge.strength * torch.eye(20).double()
         scores[i] = features[i] @ torch.linalg.solve(gram, features[rest].T @ targets[rest])
     gaussian = RegularizedDiscriminant(statistics)
-    one, other = gaussian.posterior(gaussian.left_out(x, y)), (scores / 0.1).log_softmax(1)
+    distances = torch.empty(len(x), 5, dtype=torch.float64)
+    for i in range(len(x)):
+        rest = torch.arange(len(x)) != i
+        without = ClassStatistics.collect(x[rest], y[rest], statistics.classes, rank=None)
+        distances[i] = -2 * RegularizedDiscriminant(without, sphere=gaussian.sphere).scores(x[i : i + 1])[0]
+    one, other = gaussian.posterior(-0.5 * distances), (scores / 0.1).log_softmax(1)
     losses = [-((one + w * other) / (1 + w)).log_softmax(1)[torch.arange(len(x)), y] for w in WEIGHTS]
     torch.testing.assert_close(
-        statistics.losses[:, 0], torch.stack([loss.sum() for loss in losses]), rtol=1e-3, atol=0
+        statistics.losses[:, 0], torch.stack([loss.sum() for loss in losses]), rtol=6e-2, atol=0
     )
     squares = torch.stack([(loss - losses[0]).square().sum() for loss in losses])
-    torch.testing.assert_close(statistics.losses[:, 1], squares, rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(statistics.losses[:, 1], squares, rtol=0.15, atol=1e-6)
 
 
 def test_random_features_are_kept_where_they_pay(monkeypatch):
@@ -165,8 +185,8 @@ def test_auto_mixes_the_regression_in_where_every_expert_has_random_features():
     wanted = (gaussian.logits + 0.25 * make_router("ridge").route(Z, experts).logits) / 1.25
     torch.testing.assert_close(mixed.logits, wanted.log_softmax(1))
     assert torch.equal(mixed.known, gaussian.known)
-    experts = FakeExperts(THREE)
     experts.statistics["skies"] = replace(experts.statistics["skies"], gram=None, random_sums=None, losses=None)
+    experts.set_experts(THREE)
     assert make_router("auto").describe(experts) == "auto (gaussian)"
     assert torch.equal(make_router("auto").route(Z, experts).logits, make_router("gaussian").route(Z, experts).logits)
 

@@ -12,6 +12,7 @@ from helpers import (
     D,
     assert_same,
     expert_tensors,
+    make_arguments,
     make_dinov2,
     make_model,
     make_processor,
@@ -24,7 +25,16 @@ from helpers import (
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 
-from peft_luca import LucaConfig, draw_reference_pictures, load_expert, load_experts, save_expert, save_experts
+from peft_luca import (
+    ExpertTrainer,
+    FeatureDataset,
+    LucaConfig,
+    draw_reference_pictures,
+    load_expert,
+    load_experts,
+    save_expert,
+    save_experts,
+)
 from peft_luca.tuner.backbone import (
     BACKBONE_TOLERANCE,
     BackboneFacts,
@@ -428,11 +438,16 @@ def test_another_image_processor_is_named_wherever_experts_meet_it(tmp_path):
         load_experts(make_vit(), tmp_path / "one", processing_class=given)
     with pytest.warns(UserWarning, match=message):
         load_expert(make_vit(), first, "t", processing_class=given)
-    with pytest.warns(UserWarning, match=message):
-        make_trainer(tmp_path / "one", num_train_epochs=1, processor=given).train()  # resumes
+    with pytest.raises(ValueError, match=r"a run with other settings \(processor\.image_mean"):
+        make_trainer(tmp_path / "one", num_train_epochs=1, processor=given).train()
     model = load_experts(make_vit(), {"x": first})
     with pytest.warns(UserWarning, match=message):
         make_trainer(tmp_path / "three", model=model, processor=given)
+    features = FeatureDataset(torch.randn(4, D), torch.arange(4) % 2)
+    args = {"train_dataset": features, "expert": "x", "new_expert": False, "processing_class": given}
+    with pytest.warns(UserWarning, match=message):
+        ExpertTrainer(model, make_arguments(tmp_path / "three", max_steps=1), **args).train()
+    assert model.peft_config["x"].processor == processor_facts(given)
     with pytest.warns(UserWarning, match=DIFFERING.format("that of 'b'")):
         load_experts(make_vit(), {"b": second, "a": first})
     model = PeftModel.from_pretrained(make_vit(), second, adapter_name="b")
