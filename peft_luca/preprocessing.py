@@ -86,8 +86,11 @@ def _to_eight_bits(image: Image.Image, white_level: float | None) -> Image.Image
         # The same text for every image: it is shown once.
         message = "an image of 16 bits has no value above 4095, as with 12 bits or fewer, and is seen almost black."
         warnings.warn(f"{message} If its white is not 65535: {WHITE_REMEDY}", stacklevel=3)
-    values = np.nan_to_num(values, posinf=white)
-    return Image.fromarray((values.clip(0.0, white) * (255.0 / white)).round().astype(np.uint8))
+    seen = np.nan_to_num(values, posinf=white).clip(0.0, white) * (255.0 / white)
+    grey = Image.fromarray(seen.round().astype(np.uint8))
+    if isinstance(transparent := image.info.get("transparency"), int):  # one value of a PNG
+        grey.putalpha(Image.fromarray((values != transparent) * np.uint8(255)))
+    return grey
 
 
 def make_pixels(images: Iterable[Any], processing_class: Any, **options: Any) -> Tensor:

@@ -185,6 +185,12 @@ def test_hidden_colours_of_invisible_pixels_are_not_seen():
             image.putpalette(palette)
             image.info["transparency"] = transparency
         assert read_image(one).getcolors() == read_image(other).getcolors() == [(4, (255, 255, 255))]
+    deep = png_of_sixteen_bits(0, 1)["bytes"]
+    start = deep.index(b"IDAT") - 4
+    key = b"\0\0\0\2tRNS\0\0" + struct.pack(">I", zlib.crc32(b"tRNS\0\0"))  # black is transparent
+    deep = {"bytes": deep[:start] + key + deep[start:], "path": None}
+    assert read_image(deep).getpixel((0, 0)) == read_image(deep).getpixel((9, 0)) == (255, 255, 255)
+    assert read_image(deep, background="red").getpixel((0, 0)) == (255, 0, 0)
     keyed = saved(GREY.convert("RGB"), "png", transparency=(0, 0, 0))  # one colour of a PNG is transparent
     assert read_image(keyed, background="red").getpixel((0, 0)) == (255, 0, 0)
     assert read_image(keyed).getpixel((9, 0)) == (255, 255, 255)

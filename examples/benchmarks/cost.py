@@ -343,7 +343,7 @@ def overhead(args: Any) -> dict[str, Any]:
         return output
 
     with tempfile.TemporaryDirectory() as folder:
-        features = features_on_disk(Path(folder) / "features.arrow", labels, lambda i, j: vectors[i:j])
+        features = features_on_disk(Path(folder) / "features.safetensors", labels, lambda i, j: vectors[i:j])
         for i in range(args.rounds):
             model = get_peft_model(vit(image_size=32), LucaConfig(classes=[str(k) for k in range(classes)], **config))
             stock = Trainer(
@@ -385,7 +385,7 @@ def memory(args: Any) -> dict[str, Any]:
     stream = TaskStream.from_tasks([pictures(args.classes, args.classes, side=8)])
     model, gib = vit(image_size=32, num_hidden_layers=2, hidden_size=args.width), 2**30
     with tempfile.TemporaryDirectory() as folder:
-        file, before, done = Path(folder) / "features.arrow", resident(), threading.Event()
+        file, before, done = Path(folder) / "features.safetensors", resident(), threading.Event()
         seen = [before]
         threading.Thread(target=watch, args=(seen, done), daemon=True).start()
         features = features_on_disk(file, labels, lambda i, j: torch.randn(j - i, args.width, generator=generator))

@@ -1,4 +1,4 @@
-"""Features ([CLS] vectors) are computed once per image, and cached in Arrow files."""
+"""Features ([CLS] vectors) are computed once per image, and cached in files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .collator import ROW, ImageCollator
 from .feature_file import STORAGE, PartialFeatures, read_features
 
 
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5
 PACKAGES = ("torch", "torchvision", "transformers", "numpy", "pillow", "datasets")  # versions
 
 
@@ -153,7 +153,7 @@ class FeatureExtractor:
         """
         if path is None:
             with tempfile.TemporaryDirectory() as folder:
-                features = self(dataset, Path(folder) / "features.arrow", description)
+                features = self(dataset, Path(folder) / "features.safetensors", description)
                 features.features = features.features.clone()
                 return features
         process, total = PartialState(), len(dataset)
@@ -193,7 +193,7 @@ class FeatureExtractor:
                 self._report(bad)
                 bad_rows = [row for row, *_ in bad]
                 if pixels is not None:
-                    vectors = self.pooled_features(pixels).to("cpu", STORAGE[self.dtype][2]).contiguous()
+                    vectors = self.pooled_features(pixels).to("cpu", STORAGE[self.dtype]).contiguous()
                     if not vectors.isfinite().all():
                         found = f"[CLS] of an image in rows {batches[i + rank][0]} to {batches[i + rank][-1]}"
                         remedy = "Use features_dtype='float32', and a backbone in float32 if it has that already"

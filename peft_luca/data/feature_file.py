@@ -1,4 +1,4 @@
-"""Arrow files of features ([CLS] vectors): reading a finished file, and writing one that can be interrupted."""
+"""Files of features ([CLS] vectors): reading a finished file, and writing one that can be interrupted."""
 
 from __future__ import annotations
 
@@ -10,23 +10,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
-import pyarrow as pa
 import torch
 from filelock import FileLock
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..utils import atomic_write, explain_write_errors, write_json
 
 
-# Storage types: their names in Arrow, in numpy and in torch. Arrow has no bfloat16, so its bits are stored.
-STORAGE = {
-    "float32": ("float32", np.float32, torch.float32),
-    "float16": ("float16", np.float16, torch.float16),
-    "bfloat16": ("uint16", np.uint16, torch.bfloat16),
-}
+STORAGE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CHECKPOINT_SECONDS = 10.0  # time between two checkpoints of a partial file
 
 
@@ -35,24 +31,18 @@ def read_features(path: Path, check: bool = False) -> tuple[Tensor, Tensor]:
     Returns the features (images, d) and row numbers (images,) of a file, as views of its memory map. With `check` it
     raises if the content is not that which was written under this name.
     """
-    with pa.memory_map(str(path)) as source:
-        table = pa.ipc.open_stream(source).read_all()
-    (chunk,) = table.column("features").chunks
-    numpy_type, torch_type = {pa.type_for_alias(a): (n, t) for a, n, t in STORAGE.values()}[chunk.type.value_type]
-    values = np.frombuffer(chunk.values.buffers()[1], numpy_type, len(chunk.values))
-    if check and table.schema.metadata[b"digest"] != _digest(path, values, table.column("row").to_numpy()):
-        raise ValueError("its digest differs")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
-        features = torch.from_numpy(values.reshape(len(chunk), chunk.type.list_size)).view(torch_type)
-        return features, torch.from_numpy(table.column("row").to_numpy())
+    with safe_open(path, "pt") as file:
+        features, rows = file.get_tensor("features"), file.get_tensor("rows")
+        if check and (file.metadata() or {}).get("digest") != _digest(path, features, rows):
+            raise ValueError("its digest differs")
+        return features, rows
 
 
-def _digest(path: Path, values: Any, rows: Any) -> bytes:
-    digest = hashlib.sha256(path.stem.encode())
-    digest.update(np.ascontiguousarray(values).data)
-    digest.update(np.ascontiguousarray(rows).data)
-    return digest.hexdigest().encode()
+def _digest(path: Path, features: Tensor, rows: Tensor) -> str:
+    digest = hashlib.sha256(f"{path.stem} {features.dtype} {tuple(features.shape)}".encode())
+    for tensor in (features, rows):
+        digest.update(tensor.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def is_whole(path: Path) -> bool:
@@ -61,7 +51,7 @@ def is_whole(path: Path) -> bool:
         return False
     try:
         read_features(path, check=True)
-    except Exception as error:  # Arrow raises many kinds of errors for a broken file
+    except Exception as error:  # of many kinds, for a broken file
         warnings.warn(f"{path} is spoilt, and its features are computed again: {error!r}.", stacklevel=2)
         return False
     return True
@@ -75,12 +65,12 @@ class PartialFeatures:
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.path = path
-        self.arrow_type, self.numpy_type, _ = STORAGE[dtype]
+        self.dtype = STORAGE[dtype]
         self.data_path, self.state_path = path.with_suffix(".partial"), path.with_suffix(".partial.json")
         self.rows, self.width, self.bad = 0, 0, []
         with suppress(OSError, ValueError, KeyError, TypeError):  # without a sound checkpoint it starts again
             state = json.loads(self.state_path.read_text(encoding="utf-8"))
-            size = (state["rows"] - len(state["bad"])) * state["width"] * np.dtype(self.numpy_type).itemsize
+            size = (state["rows"] - len(state["bad"])) * state["width"] * self.dtype.itemsize
             if 0 <= size <= self.data_path.stat().st_size:
                 self.rows, self.width, self.bad = state["rows"], state["width"], state["bad"]
         self.file: IO[bytes] = open(self.data_path, "r+b" if self.rows else "wb", buffering=0)
@@ -110,7 +100,7 @@ class PartialFeatures:
     def truncate(self, rows: int) -> None:
         """Drops everything after the first `rows` rows."""
         self.rows, self.bad = rows, [row for row in self.bad if row < rows]
-        self.file.truncate((rows - len(self.bad)) * self.width * np.dtype(self.numpy_type).itemsize)
+        self.file.truncate((rows - len(self.bad)) * self.width * self.dtype.itemsize)
         self.file.seek(0, os.SEEK_END)
 
     def append(self, rows: int, features: Tensor | None, bad: list[int]) -> None:
@@ -129,17 +119,15 @@ class PartialFeatures:
                 self._last_checkpoint = time.monotonic()
 
     def finish(self) -> None:
-        """Writes the Arrow file, in one chunk so that one view of its memory map has all features."""
-        rows = np.setdiff1d(np.arange(self.rows), self.bad)
+        """Writes the file."""
+        rows = torch.from_numpy(np.setdiff1d(np.arange(self.rows), self.bad))
         if not len(rows):
             raise ValueError(f"none of the {self.rows} images can be read. Check where they are stored.")
-        values = np.memmap(self.data_path, self.numpy_type, "r", shape=(len(rows) * self.width,))
-        features = pa.Array.from_buffers(pa.type_for_alias(self.arrow_type), len(values), [None, pa.py_buffer(values)])
-        table = pa.table({"features": pa.FixedSizeListArray.from_arrays(features, self.width), "row": pa.array(rows)})
-        table = table.replace_schema_metadata({"digest": _digest(self.path, values, rows)})
+        # A memory map, so that features of any size can be written.
+        features = torch.from_file(str(self.data_path), size=len(rows) * self.width, dtype=self.dtype)
+        tensors = {"features": features.view(len(rows), self.width), "rows": rows}
         with explain_write_errors(self.path), atomic_write(self.path) as temporary:
-            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-                writer.write_table(table)
+            save_file(tensors, temporary, {"digest": _digest(self.path, *tensors.values())})
         self._clean_up(self.path)
 
     @staticmethod

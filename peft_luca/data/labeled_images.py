@@ -134,11 +134,11 @@ def find_image_column(dataset: Dataset) -> str:
 
 def has_labels(dataset: Any, column: str) -> bool:
     """Whether some image has a label: test images of a competition have none, or -1."""
-    if not isinstance(dataset, Dataset) or not isinstance(
-        dataset.features.get(column, Value("null")), Value | ClassLabel
-    ):
-        return True  # unknown, or refused when the column is read
-    labels = dataset.select_columns([column]).with_format("arrow")[:][column] if column in dataset.features else []
+    if not isinstance(dataset, Dataset) or column not in dataset.features:
+        return not isinstance(dataset, Dataset)  # of a stream it is not known yet
+    if not isinstance(dataset.features[column], Value | ClassLabel):
+        return True  # it is refused when the column is read
+    labels = dataset.select_columns([column]).with_format("arrow")[:][column]
     return any(label not in (-1, None, "") for label in pc.unique(labels).to_pylist())
 
 

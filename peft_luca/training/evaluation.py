@@ -111,7 +111,7 @@ class TaskFeatures:
         if args.process_index == 0:
             key = features_key(tuner.backbone, collator, images, args.features_dtype)
         (key,) = broadcast_object_list([key])
-        path = Path(args.features_cache_dir or default_cache_dir()) / f"{key}.arrow"
+        path = Path(args.features_cache_dir or default_cache_dir()) / f"{key}.safetensors"
         description = f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}")
         features = make_extractor(tuner, collator, args, args.should_save)(dataset, path, description)
         if features.skipped and view is None:

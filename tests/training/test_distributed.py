@@ -52,7 +52,7 @@ def test_two_processes_are_one(tmp_path):
     assert min(said["images"] for said in two) > 0
     main, other = (said["written"] for said in two)
     assert not other
-    assert len([name for name in main if name.endswith(".arrow")]) == 6 == len(set(main) - {"experts.json"})
+    assert len([name for name in main if name.endswith(".safetensors")]) == 6 == len(set(main) - {"experts.json"})
     assert files_in(tmp_path / "two" / "features") == files_in(tmp_path / "one" / "features")
 
 
