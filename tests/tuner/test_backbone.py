@@ -438,8 +438,6 @@ def test_another_image_processor_is_named_wherever_experts_meet_it(tmp_path):
         load_experts(make_vit(), tmp_path / "one", processing_class=given)
     with pytest.warns(UserWarning, match=message):
         load_expert(make_vit(), first, "t", processing_class=given)
-    with pytest.warns(UserWarning, match=message):
-        make_trainer(tmp_path / "one", num_train_epochs=1, processor=given).train()  # resumes
     model = load_experts(make_vit(), {"x": first})
     with pytest.warns(UserWarning, match=message):
         make_trainer(tmp_path / "three", model=model, processor=given)
