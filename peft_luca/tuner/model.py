@@ -245,7 +245,7 @@ class LucaModel(PeftHooks):
         name = name or self.active_adapters[0]
         config = self.peft_config[name]
         mean, std = self.layer.luca_reference_mean[name], self.layer.luca_reference_std[name]
-        is_new = mean.is_meta or is_identity(mean, std)  # on the meta device reference() asks for the weights
+        is_new = is_identity(mean, std)  # also on the meta device, where reference() asks for the weights
         if not is_new and (features is None or not config.whitening):
             return
         reference = self.backbone.reference(self.pooled_features, bool(config.whitening))
