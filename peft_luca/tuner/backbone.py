@@ -17,25 +17,20 @@ from torch import Tensor, nn
 
 from ..utils import list_names, show
 from .config import LucaConfig
-from .head import Head
+from .head import CLS_AND_PATCHES, Head
 from .layer import LucaLayer, cls_of
 from .reference import OLD_PATCHES, OLD_PICTURES, PICTURES, SIDE, Reference, kept_reference, measure_reference
 
 
-# Model types that interpolate their positions without being asked.
-INTERPOLATING = ("dinov2", "dinov2_with_registers")
 SAMPLE = 256  # numbers of each tensor that are compared to see whether it was changed
 # Entries of a model's config that do not move [CLS]. Its dtype is in the fingerprint.
-NOT_OF_THE_TRUNK = (
-    "id2label label2id num_labels problem_type _name_or_path name_or_path transformers_version architectures dtype "
-    "torch_dtype return_dict output_attentions output_hidden_states"
-).split()
+NOT_OF_THE_TRUNK = "id2label label2id problem_type _name_or_path transformers_version architectures dtype".split()
 # Settings that move [CLS], by their names in the configs of the families in docs/backbones.md. What shapes tensors is
 # in the fingerprint. Others (attention kernels, dropout, labels, versions) do not count.
 SETTINGS = (
     "model_type architecture model_args do_pooling hidden_act num_attention_heads num_heads depths image_size "
     "patch_size strides use_swiglu_ffn use_mean_pooling rope_theta window_size pretrained_window_sizes "
-    "linear_attention"
+    "linear_attention norm_eps"
 ).split()
 # Steps of an image processor that move pixels, each with its parameters.
 STEPS = {
@@ -47,7 +42,6 @@ STEPS = {
     "do_flip_channel_order": (),
     "data_config": (),  # of timm's
 }
-PROCESSOR = [name for step, parameters in STEPS.items() for name in (step, *parameters)]
 # Largest distance of [CLS] on the reference pictures, in deviations, at which another backbone still counts as the
 # same one. Other weights may be those of another dtype, which is measured as it rounds: of DINOv2-small float16 is
 # 0.0001 away, bfloat16 0.016 and int8 0.036. With the same weights nothing is rounded otherwise: other settings have
@@ -97,7 +91,7 @@ class BackboneFacts:
             SHA-256 over the digests of the trunk's tensors in their order, which stays when transformers renames them.
             `None` while the weights are on the meta device.
         old_fingerprint (`str` or `None`): Over the sorted digests, as experts of earlier versions have it.
-        settings (`dict`): Those of [`SETTINGS`] that the model's config has, and `norm_eps` of its normalizations.
+        settings (`dict`): Those of [`SETTINGS`] that the model has.
         architecture (`dict`): The model's class and its config, without the entries that do not move [CLS].
         image_size (`int` or `None`): Side of the images that the model takes, in pixels.
     """
@@ -110,14 +104,13 @@ class BackboneFacts:
         self.fingerprint = hashlib.sha256(b"".join(digests)).hexdigest() if digests else None
         self.old_fingerprint = hashlib.sha256(b"".join(sorted(digests))).hexdigest() if digests else None
         config = getattr(model, "config", None)
-        settings: dict[str, Any] = getattr(config, "to_dict", dict)()
-        self.architecture = {name: value for name, value in settings.items() if name not in NOT_OF_THE_TRUNK}
-        self.settings = _plain({**settings, **(settings.get("vision_config") or {})}, SETTINGS)
-        self.settings |= {"norm_eps": sorted(norm_eps)}
-        self.architecture |= {**self.settings, "class": type(model).__qualname__}
+        values: dict[str, Any] = {**getattr(config, "to_dict", dict)(), "norm_eps": sorted(norm_eps)}
+        self.settings = _plain({**values, **(values.get("vision_config") or {})}, SETTINGS)
+        self.architecture = {name: value for name, value in values.items() if name not in NOT_OF_THE_TRUNK}
+        self.architecture["class"] = type(model).__qualname__
         self.image_size = _first(getattr(config, "image_size", None))
         self.patch_size = _first(getattr(config, "patch_size", None))
-        self.interpolates = getattr(config, "model_type", None) in INTERPOLATING
+        self.interpolates = getattr(config, "model_type", None) in CLS_AND_PATCHES
         self.interpolates_if_asked = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
         self.channels = getattr(config, "num_channels", 3)
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
@@ -161,9 +154,7 @@ class BackboneFacts:
             count = PICTURES if whitening else OLD_PICTURES
             about = {"fingerprint": self.fingerprint, "settings": self.architecture, "pictures": [count, size]}
             pictures = (count, size, self.channels, torch.empty(0, dtype=self.dtype, device=self.device))
-            self._references[whitening] = kept_reference(
-                about, lambda: measure_reference(partial(read, **options), *pictures)
-            )
+            self._references[whitening] = kept_reference(about, measure_reference, partial(read, **options), *pictures)
         return self._references[whitening]
 
 
@@ -207,7 +198,7 @@ def warn_of_processor(experts: Mapping[str, LucaConfig], processing_class: Any =
     if here is None and known:
         here, whose = next(iter(known.values())), f"that of {next(iter(known))!r}"
     differing = {name: there for name, there in known.items() if there != here}
-    if here and (moved := [_differences(there, here, PROCESSOR) for there in differing.values()]):
+    if here and (moved := [_differences(there, here, {**there, **here}) for there in differing.values()]):
         warnings.warn(
             f"the experts {list_names(differing)} were trained with another image processor than {whose}: {moved[0]}. "
             "They may be less accurate. Use the image processor of their training.",
@@ -242,7 +233,7 @@ def reference_distance(saved: tuple[Tensor, ...], measured: tuple[Tensor, ...]) 
 
 def is_identity(mean: Tensor, std: Tensor) -> bool:
     """Whether a reference was never computed."""
-    return bool((mean == 0).all() and (std == 1).all())
+    return mean.is_meta or bool((mean == 0).all() and (std == 1).all())
 
 
 def check_backbone(
@@ -260,10 +251,10 @@ def check_backbone(
     settings, saved = config.backbone_settings, _saved_reference(state_dict)
     is_old = settings is None  # its fingerprint knows neither places nor settings
     found = backbone.old_fingerprint if is_old else backbone.fingerprint
-    # A setting that only one version of transformers or of this package knows is not compared.
-    names = [name for name in backbone.settings if name in (settings or ())]
     differing = ["other weights"] if found != config.fingerprint else []
-    if moved := _differences(settings or {}, backbone.settings, names):
+    # A setting that only one version of transformers or of this package knows is not compared.
+    both = [name for name in backbone.settings if name in (settings or ())]
+    if moved := _differences(settings or {}, backbone.settings, both):
         differing.append(f"other settings ({moved})")
     if not differing and (not is_old or saved is None):
         return
@@ -308,9 +299,7 @@ def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: Mappin
     """Refuses weights of another backbone for an expert that is there already: PEFT never reads their config then."""
     saved = _saved_reference(state_dict)
     here = layer.luca_reference_mean[adapter_name], layer.luca_reference_std[adapter_name]
-    if saved is None or here[0].is_meta or is_identity(*here):
-        return
-    distance = reference_distance(saved, here)
+    distance = 0.0 if saved is None or is_identity(*here) else reference_distance(saved, here)
     if not distance <= BACKBONE_TOLERANCE:
         raise ValueError(
             f"these weights for expert {adapter_name!r} come from another backbone: their reference is {distance:.3g} "

@@ -17,10 +17,6 @@ from .config import LucaConfig
 from .reference import whitened_directions
 
 
-ADAPTER = ("luca_adapter_down", "luca_adapter_up", "luca_adapter_norm")
-CALIBRATOR = ("luca_calibrator_down", "luca_calibrator_up")
-
-
 class NewExpert(NamedTuple):
     """An expert as its files have it, read and checked."""
 
@@ -32,7 +28,10 @@ class NewExpert(NamedTuple):
 class ExpertStore(nn.Module, BaseTunerLayer):
     """Holds every expert's LuCA module, class rows and reference. [`LucaLayer`] computes with them."""
 
-    module_names = (*ADAPTER, *CALIBRATOR)  # the LuCA module: neither the rows nor σ
+    # The LuCA module: neither the rows nor σ.
+    module_names = tuple(
+        "luca_adapter_down luca_adapter_up luca_adapter_norm luca_calibrator_down luca_calibrator_up".split()
+    )
     adapter_layer_names = (*module_names, "luca_class_rows", "luca_scale")
     other_param_names = ("luca_reference_mean", "luca_reference_std", "luca_whitening")
     containers = (*adapter_layer_names, *other_param_names)

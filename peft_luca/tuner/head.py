@@ -19,7 +19,8 @@ from .layer import LucaLayer, luca_layers
 # What enters the head, by `config.model_type`; see docs/backbones.md. Other image classifiers of transformers pass
 # another pooled vector. A model that is none of them needs `target_modules`.
 CLS_FIRST = ("vit", "vit_msn", "deit", "pvt")
-CLS_AND_PATCHES = ("dinov2", "dinov2_with_registers")  # [CLS] and the patches' mean side by side
+# [CLS] and the patches' mean side by side. These interpolate their positions without being asked.
+CLS_AND_PATCHES = ("dinov2", "dinov2_with_registers")
 CLS_UNLESS_POOLED = ("beit", "data2vec-vision")  # the patches' mean when config.use_mean_pooling
 
 
@@ -90,10 +91,8 @@ def _is_in_trunk(name: str, model: Any, model_type: str | None) -> bool:
     if model_type == "timm_wrapper":
         return model.get_submodule(name) is not model.timm_model.get_classifier()
     top, *inside = name.split(".")
-    trunks = (
-        [top] if top != "classifier" and hasattr(model, "classifier") else [getattr(model, "base_model_prefix", "")]
-    )
-    return isinstance(model, PreTrainedModel) and bool(inside) and top in trunks
+    in_trunk = top != "classifier" if hasattr(model, "classifier") else top == getattr(model, "base_model_prefix", "")
+    return isinstance(model, PreTrainedModel) and bool(inside) and in_trunk
 
 
 def _reads_cls(model: Any, model_type: str | None) -> bool:

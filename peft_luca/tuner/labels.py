@@ -6,8 +6,8 @@ import copy
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.loss.loss_utils import fixed_cross_entropy
 
 from .layer import luca_layers
 
@@ -64,7 +64,4 @@ def cross_entropy(
     labels: Tensor, logits: Tensor, config: Any = None, num_items_in_batch: Any = None, **kwargs: Any
 ) -> Tensor:
     """Cross-entropy of logits `(batch, classes)`. The loss of transformers takes a single class for a regression."""
-    labels = labels.to(logits.device)
-    if num_items_in_batch is None:
-        return F.cross_entropy(logits.float(), labels)
-    return F.cross_entropy(logits.float(), labels, reduction="sum") / num_items_in_batch
+    return fixed_cross_entropy(logits.float(), labels.to(logits.device), num_items_in_batch)

@@ -19,9 +19,13 @@ from ..utils import pluralize
 from .experts import ExpertStore, NewExpert
 
 
-# Of all layers, since a layer that holds a lock could not be copied or pickled.
 _PREPARING = threading.RLock()
 _DEFAULT_ROUTER = make_router("auto")
+
+
+def preparing() -> Any:
+    """The lock of all layers: one that held its own could not be copied or pickled. A compiled graph takes none."""
+    return nullcontext() if torch.compiler.is_compiling() else _PREPARING
 
 
 class LucaExperts:
@@ -69,14 +73,12 @@ class LucaExperts:
         return self.layer.luca_reference_mean[name], self.layer.luca_reference_std[name]
 
     def prepared(self, router: Router) -> Any:
-        found = next((entry for entry in self._prepared if entry[0] is router), None)
-        if found is None:
-            with _PREPARING:  # other threads wait for the first one
-                found = next((entry for entry in self._prepared if entry[0] is router), None)
-                if found is None:
-                    found = (router, router.prepare(self))
-                    self._prepared.append(found)
-        return found[1]
+        with preparing():
+            found = [prepared for known, prepared in self._prepared if known is router]
+            if not found:
+                found = [router.prepare(self)]
+                self._prepared.append((router, found[0]))
+        return found[0]
 
 
 class LucaLayer(ExpertStore):
@@ -214,11 +216,10 @@ class LucaLayer(ExpertStore):
     def experts(self) -> LucaExperts:
         """The layer's experts as routers see them."""
         device = next(iter(self.luca_class_rows.values())).device
-        if self._experts is None or self._experts.device != device:
-            with nullcontext() if torch.compiler.is_compiling() else _PREPARING:
-                if self._experts is None or self._experts.device != device:
-                    self._experts = LucaExperts(self, device)
-        return self._experts
+        with preparing():
+            if self._experts is None or self._experts.device != device:
+                self._experts = LucaExperts(self, device)
+            return self._experts
 
     @property
     def label_space(self) -> LabelSpace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from ..routing.statistics import DEFAULT_RANK, ClassStatistics
 from .backbone import BackboneFacts, is_identity, pooled_features
 from .config import LucaConfig
 from .head import Head
-from .labels import Labels
-from .layer import LucaLayer, luca_layers
 from .peft_hooks import ExpertConfigs, PeftHooks, check_new_expert
 from .reference import whitening
 
@@ -69,20 +66,6 @@ class LucaModel(PeftHooks):
         super().__init__(model, configs, adapter_name, *args, **kwargs)  # type: ignore[arg-type]
         self._backbone_peft_config = None if own else foreign
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        # PEFT sets the active adapter again at the end; adding an expert must not switch the router off.
-        router = next((layer.router for layer in luca_layers(model)), None)
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
-        self.layer.router = router
-        # As train() keeps it: dropout in the trunk would move [CLS], and the reference with it.
-        self.model.eval()
-        self.layer.train(self.training)
-        own = f"{self.targeted_module_names[0]}.{self.prefix}"
-        for name, parameter in self.model.named_parameters():
-            if not name.startswith(own):  # PEFT leaves other adapters in the backbone trainable
-                parameter.requires_grad = False
-        self.sync_labels()
-
     def add_expert(
         self, name: str, config: LucaConfig, tensors: Mapping[str, Tensor], statistics: ClassStatistics | None = None
     ) -> None:
@@ -99,10 +82,9 @@ class LucaModel(PeftHooks):
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         """Activates one expert, which answers over its own classes. Switches the router off."""
-        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
-        if len(names) > 1:
-            raise ValueError(f"one expert is active at a time, got {names}. Use set_router to let a router choose.")
-        self._check_experts(names)
+        if not isinstance(adapter_name, str) and len(adapter_name) > 1:
+            raise ValueError(f"one expert is active at a time, got {adapter_name}. Use set_router to let one choose.")
+        self._check_experts(adapter_name)
         super().set_adapter(adapter_name, inference_mode=inference_mode)
         if self.targeted_module_names:
             self.layer.router = None
@@ -110,25 +92,15 @@ class LucaModel(PeftHooks):
 
     def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
         """Makes experts trainable, or freezes them, without activating them."""
-        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
-        self._check_experts(names)
-        super().set_requires_grad(names, requires_grad)
+        self._check_experts(adapter_names)
+        super().set_requires_grad(adapter_names, requires_grad)
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Deletes an expert. What is left is exactly the model that never had it."""
         if list(self.peft_config) == [adapter_name]:
             raise ValueError(f"{adapter_name!r} is the only expert. Use unload() to get the backbone back.")
-        with warnings.catch_warnings():
-            if self.targeted_module_names and self.layer.router is not None:
-                # PEFT warns that another adapter is active now, which does not matter to a router.
-                warnings.filterwarnings("ignore", message=f"Adapter {re.escape(adapter_name)} was active")
-            super().delete_adapter(adapter_name)
+        super().delete_adapter(adapter_name)
         self.sync_labels()
-
-    def _check_experts(self, names: Sequence[str]) -> None:
-        unknown = [name for name in names if name not in self.peft_config]
-        if unknown:
-            raise ValueError(f"there is no expert {unknown[0]!r}. The model has {', '.join(self.peft_config)}.")
 
     def _enable_adapter_layers(self, enabled: bool = True) -> None:
         # Not super()'s, which would disable the adapters of other methods inside the backbone as well.
@@ -155,13 +127,6 @@ class LucaModel(PeftHooks):
             self.layer.train(mode)
         return self
 
-    def sync_labels(self) -> None:
-        """Syncs `id2label`, `num_labels` and the loss with the active expert or router."""
-        layer, labels = self.layer, self.layer.base_labels
-        if layer.active_adapters and not layer.disable_adapters:
-            labels = Labels.of_classes(self.classes if layer.router else self.experts[layer.active_adapters[0]])
-        labels.apply(self.model)
-
     def __repr__(self) -> str:
         # Of the backbone only its name: print(model.get_base_model()) shows its modules.
         if not self.targeted_module_names:
@@ -169,14 +134,6 @@ class LucaModel(PeftHooks):
         name = getattr(self.model, "name_or_path", "") or "unnamed"
         lines = [f"{type(self.model).__name__} ({name})", *self.layer.summary()]
         return "LucaModel(\n  " + "\n  ".join(lines) + "\n)"
-
-    @property
-    def layer(self) -> LucaLayer:  # type: ignore[override]
-        """The layer that holds the experts."""
-        layer = self.model.get_submodule(self.targeted_module_names[0])
-        if not isinstance(layer, LucaLayer):
-            raise RuntimeError("there are no experts: unload() has removed them. Use the backbone that it returned.")
-        return layer
 
     @property
     def experts(self) -> dict[str, tuple[str, ...]]:
@@ -289,7 +246,7 @@ class LucaModel(PeftHooks):
         name = name or self.active_adapters[0]
         config = self.peft_config[name]
         mean, std = self.layer.luca_reference_mean[name], self.layer.luca_reference_std[name]
-        is_new = mean.is_meta or is_identity(mean, std)  # on the meta device reference() asks for the weights
+        is_new = is_identity(mean, std)  # also on the meta device, where reference() asks for the weights
         if not is_new and (features is None or not config.whitening):
             return
         reference = self.backbone.reference(self.pooled_features, bool(config.whitening))

@@ -15,7 +15,7 @@ from .backbone import BackboneFacts, check_backbone, check_same_reference, warn_
 from .config import LucaConfig
 from .head import Head, check_expert_name, find_head
 from .labels import Labels
-from .layer import LucaLayer, find_layer
+from .layer import LucaLayer, find_layer, luca_layers
 
 
 class ExpertConfigs(dict[str, LucaConfig]):
@@ -34,25 +34,31 @@ class PeftHooks(BaseTuner):
     tuner_layer_cls = LucaLayer
     model: Any
     peft_config: dict[str, Any]
-    layer: LucaLayer
     _just_added: set[str]  # experts since the last train(True): a copy may replace their weights
     _unloaded: set[str]  # experts that PEFT has added to load weights into them, until these are there
-    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT's name; the head is found in _prepare_model
 
-    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> LucaConfig:
-        return peft_config  # PEFT's version looks the targets up by model type alone; see _prepare_model
-
-    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
-        adapter_name = next(name for name, known in self.peft_config.items() if known is peft_config)
-        head = check_new_expert(model, peft_config, adapter_name)
-        peft_config.target_modules = [head.name]
-        if peft_config.fingerprint is None:
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config = self.peft_config[adapter_name]
+        head = check_new_expert(model, config, adapter_name)
+        if config.fingerprint is None:
             backbone = BackboneFacts.of(model, head.name)
-            peft_config.fingerprint, peft_config.backbone_settings = backbone.fingerprint, backbone.settings
+            config.fingerprint, config.backbone_settings = backbone.fingerprint, backbone.settings
         self._just_added.add(adapter_name)
         self._unloaded.discard(adapter_name)
-        if peft_config.inference_mode:
+        if config.inference_mode:
             self._unloaded.add(adapter_name)
+        # PEFT sets the active adapter again at the end; adding an expert must not switch the router off.
+        router = next((layer.router for layer in luca_layers(model)), None)
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        self.layer.router = router
+        # As train() keeps it: dropout in the trunk would move [CLS], and the reference with it.
+        self.model.eval()
+        self.layer.train(self.training)
+        own = f"{head.name}.{self.prefix}"
+        for name, parameter in self.model.named_parameters():
+            if not name.startswith(own):  # PEFT leaves other adapters in the backbone trainable
+                parameter.requires_grad = False
+        self.sync_labels()
 
     def _create_and_replace(  # type: ignore[override]
         self, peft_config: Any, adapter_name: str, target: Any, target_name: str, parent: nn.Module, **kwargs: Any
@@ -66,18 +72,39 @@ class PeftHooks(BaseTuner):
             setattr(parent, target_name, target)
         target.update_layer(adapter_name, peft_config)
 
-    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "LuCA experts cannot be averaged: each has rows for its own classes. Let set_router choose among them."
-        )
+    def sync_labels(self) -> None:
+        """Syncs `id2label`, `num_labels` and the loss with the active expert or router."""
+        layer, labels = self.layer, self.layer.base_labels
+        if layer.active_adapters and not layer.disable_adapters:
+            active = layer.configs[layer.active_adapters[0]]
+            labels = Labels.of_classes(layer.label_space.classes if layer.router else active.classes or ())
+        labels.apply(self.model)
+
+    @property
+    def layer(self) -> LucaLayer:
+        """The layer that holds the experts."""
+        layer = self.model.get_submodule(self.targeted_module_names[0])
+        if not isinstance(layer, LucaLayer):
+            raise RuntimeError("there are no experts: unload() has removed them. Use the backbone that it returned.")
+        return layer
+
+    def _check_experts(self, names: str | Sequence[str]) -> None:
+        for name in [names] if isinstance(names, str) else names:
+            if name not in self.peft_config:
+                known = ", ".join(self.peft_config)
+                raise ValueError(
+                    f"there is no expert {name!r}. The model has {known}. Its own head answers within "
+                    "`model.disable_adapter()`."
+                )
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            "a LuCA expert cannot be merged: it does not change the backbone's weights, it is a module between [CLS] "
-            "and its own class rows. Use the model as it is, or call unload() to get the backbone back."
+            "a LuCA expert cannot be merged or averaged: it does not change the backbone's weights, it is a module "
+            "between [CLS] and its own class rows. Let set_router choose among experts, or call unload() to get the "
+            "backbone back."
         )
 
-    unmerge_adapter = _check_merge_allowed = merge_adapter
+    unmerge_adapter = _check_merge_allowed = add_weighted_adapter = merge_adapter
 
     @contextmanager
     def _enable_peft_forward_hooks(
@@ -91,12 +118,7 @@ class PeftHooks(BaseTuner):
             return
         if self.training:
             raise ValueError("Cannot pass `adapter_names` when the model is in training mode. Call model.eval().")
-        unknown = sorted({str(name) for name in adapter_names if name not in self.peft_config})
-        if unknown:
-            raise ValueError(
-                f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}. The model has "
-                f"{', '.join(self.peft_config)}. Its own head answers within `model.disable_adapter()`."
-            )
+        self._check_experts(list(adapter_names))
         thread = threading.get_ident()
 
         def pass_names(layer: LucaLayer, inputs: Any, keywords: dict[str, Any]) -> Any:
@@ -173,6 +195,7 @@ def check_new_expert(model: nn.Module, config: LucaConfig, name: str) -> Head:
         config.filled.add("classes")
     if config.target_modules is None:
         config.filled.add("target_modules")
+    config.target_modules = [head.name]
     config.resolve()
     config.widths(head.width)
     return head

@@ -94,7 +94,7 @@ def measure_reference(
     return Reference(mean.float(), std.float(), (z.T @ z / (count - 1)).float())
 
 
-def kept_reference(about: Mapping[str, Any], measure: Callable[[], Reference]) -> Reference:
+def kept_reference(about: Mapping[str, Any], measure: Callable[..., Reference], *arguments: Any) -> Reference:
     """
     Returns the reference of a backbone from the user's cache, or measures it and keeps it there. `about` is what
     decides it, as JSON holds it.
@@ -103,7 +103,7 @@ def kept_reference(about: Mapping[str, Any], measure: Callable[[], Reference]) -
     path = REFERENCES / f"{key}.safetensors"
     with suppress(OSError, SafetensorError, TypeError):  # missing, spoilt, or of another version
         return Reference(**load(path.read_bytes()))
-    reference = measure()
+    reference = measure(*arguments)
     with suppress(OSError):  # without a place to keep it, it is measured once a process
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
