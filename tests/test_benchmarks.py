@@ -10,6 +10,7 @@ from pathlib import Path
 import ablations
 import calibration
 import cost
+import evidence
 import growth
 import harness
 import methods
@@ -205,6 +206,19 @@ def test_every_router_is_measured_on_the_same_experts_and_baselines_on_the_same_
         assert {"last_accuracy", "routing_accuracy", "calibration_error", "unknown_auroc"} <= set(figures)
     assert found["entropy"]["task_known_accuracy"] >= found["entropy"]["routing_accuracy"]
     assert set(found["entropy"]) == set(kept["summary"]["entropy"])
+
+
+def test_evidence_is_measured_at_every_number_of_images(given, tmp_path, monkeypatch):
+    output = tmp_path / "evidence.json"
+    arguments = ["--increment", "2", "--images_per_class", "4", "--seeds", "0", "1", "--random_features", "20"]
+    monkeypatch.setattr("sys.argv", ["evidence.py", *given, *arguments, "--output", str(output)])
+    evidence.main()
+    few, most = read(output)["rows"]
+    assert (few["images"], most["images"]) == (4, 8)
+    kept = read(RESULTS / "evidence_digits.json")["rows"][0]
+    assert set(few) == set(most) == set(kept)
+    assert 0 <= few["unknown AUROC"]["mean"] <= 1
+    assert few["auto accuracy"]["mean"] > 0.5
 
 
 def test_an_ablation_has_figures_of_its_own(bench):
