@@ -533,7 +533,7 @@ def test_the_code_of_the_hub_page_runs(hub, tmp_path):
         base = model.unload()
     page = (ROOT / "docs" / "hub.md").read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.S)).replace("me/", "owner/")
-    assert "'vit-birds': ('owl', 'wren')" in run(hub, code, tmp_path / "home", HF_TOKEN="hf_owner")
+    assert "vit-birds: 2 classes (owl, wren)" in run(hub, code, tmp_path / "home", HF_TOKEN="hf_owner")
     assert {"owner/vit-birds", "owner/everything"} <= set(hub.repos)
     assert hub.repos["owner/everything"].private
 
