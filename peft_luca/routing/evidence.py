@@ -78,7 +78,7 @@ def with_evidence(statistics: ClassStatistics, x: Tensor, labels: Tensor, keep_g
 
 
 def speaks_against_ridge(losses: Tensor) -> bool:
-    """Whether every weight is worse than the prior by more than its standard error: alone, an expert is often unsure."""
+    """Whether every weight is worse than the prior by more than its standard error: one alone is often unsure."""
     total, squares = losses.unbind(dim=1)
     return bool((total - total[0] > squares.sqrt())[1:].all())
 
