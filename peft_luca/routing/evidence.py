@@ -49,13 +49,8 @@ def collect_with_evidence(
 
 def with_evidence(statistics: ClassStatistics, x: Tensor, labels: Tensor, keep_gram: bool) -> ClassStatistics:
     """
-    Adds the evidence of training images to their statistics.
-
-    Args:
-        statistics ([`ClassStatistics`]): Of one expert.
-        x (`torch.Tensor` of shape `(images, d)`): Unit features of its images, or of some of them, float64.
-        labels (`torch.Tensor` of shape `(images,)`): Positions in `statistics.classes`.
-        keep_gram (`bool`): Whether the Gram matrix is kept even if the evidence is against it, and at full rank.
+    Adds the evidence of an expert's training images, unit features `(images, d)` in float64 and labels `(images,)`,
+    to its statistics. `keep_gram` keeps the Gram matrix whole, even if the evidence is against it.
     """
     discriminant = RegularizedDiscriminant(statistics)
     distances = discriminant.left_out(x.float(), labels)
@@ -77,9 +72,15 @@ def with_evidence(statistics: ClassStatistics, x: Tensor, labels: Tensor, keep_g
     statistics = replace(statistics, losses=sums)
     if keep_gram:
         return statistics
-    if ridge_weight(statistics.losses) == 0:
+    if speaks_against_ridge(sums):
         return replace(statistics, gram=None, random_sums=None, losses=None)
     return statistics.compress_gram(GRAM_RANK)
+
+
+def speaks_against_ridge(losses: Tensor) -> bool:
+    """Whether every weight is worse than the prior by more than its standard error: one alone is often unsure."""
+    total, squares = losses.unbind(dim=1)
+    return bool((total - total[0] > squares.sqrt())[1:].all())
 
 
 def left_out(x: Tensor, y: Tensor, alpha: Callable[[Tensor], Tensor], gamma: float) -> tuple[Tensor, Tensor]:
@@ -169,9 +170,8 @@ class Familiarity(nn.Module):
         counts = torch.zeros(len(EDGES) + 1) if distances is None else distances
         # Of no evidence, every image counts as known.
         self.mass = nn.Buffer((counts[:-1] / counts.sum().clamp(min=1)).float())  # between an edge and the one before
-        self.edges = nn.Buffer(EDGES.clone())
 
     def forward(self, ratios: Tensor) -> Tensor:
         """Distances in units of the class's typical distance, `(batch,)` → shares `(batch,)`; NaN stays NaN."""
-        beyond = 1 - (ratios[:, None] >= self.edges.to(ratios)).to(ratios) @ self.mass.to(ratios)
+        beyond = 1 - (ratios[:, None] >= EDGES.to(ratios)).to(ratios) @ self.mass.to(ratios)
         return torch.where(ratios.isfinite(), beyond.clamp(0, 1), torch.nan)

@@ -97,11 +97,9 @@ class EnergyRouter(ScoreRouter):
 
 class NearestRouter(Router):
     """
-    Scores each class by the expert that has it alone, by the cosine of LuCA(z) and the class's row; the highest class
-    answers. Of several experts that have a class, the one of the highest cosine scores it. The cost grows with the
-    number of rows; the other routers of scores ask every expert about every class.
-
+    Scores each class by the expert that has it, of several by the one of the highest cosine. The best class answers.
     The logits are the cosines times the mean scale of the experts, since σ of one expert would favor its own classes.
+    The cost grows with the number of rows; the other routers of scores ask every expert about every class.
     """
 
     name: ClassVar[str | None] = "nearest"
@@ -122,9 +120,8 @@ class NearestRouter(Router):
         logits = scales.mean().to(highest) * highest
         confidence = torch.softmax(logits / self.options.temperature, dim=-1).amax(dim=-1)
         unknown = ~(confidence >= self.options.unknown_below)
-        return RoutingOutput(
-            logits, space.part_expert[part], entropy(logits), None, confidence, unknown, known=confidence
-        )
+        expert = space.part_expert[part]
+        return RoutingOutput(logits, expert, entropy(logits), None, confidence, unknown, known=confidence)
 
     def batch_limit(self, experts: Experts) -> int | None:
         return max(1, MEMORY_BUDGET // (experts.label_space.rows + len(experts.label_space.classes)))

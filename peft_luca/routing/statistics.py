@@ -147,18 +147,19 @@ class ClassStatistics:
         """Gram matrix of the random features, `(M, M)`, float64, as far as it is kept."""
         if self.gram_factor is None or self.gram_remainder is None:
             return None if self.gram is None else self.gram.double()
-        return self._between + _outer(self.gram_factor.double()) + torch.diag(self.gram_remainder.double())
+        rows = torch.cat([self.gram_factor.double(), self._mean_rows])
+        return rows.T @ rows + torch.diag(self.gram_remainder.double())
 
     @property
-    def _between(self) -> Tensor:
-        """The part of the Gram matrix that the sums of the classes know, `(M, M)`."""
+    def _mean_rows(self) -> Tensor:
+        """Rows, `(K, M)`, of the part of the Gram matrix that is between the classes."""
         assert self.random_sums is not None
-        return _outer(self.random_sums / self.counts.sqrt()[:, None])
+        return self.random_sums / self.counts.sqrt()[:, None]
 
     def compress_gram(self, rank: int) -> ClassStatistics:
         """The same with the Gram matrix in `rank` rows and a diagonal."""
         assert self.gram is not None
-        within = self.gram.double() - self._between
+        within = self.gram.double() - self._mean_rows.T @ self._mean_rows
         with torch.random.fork_rng():
             torch.manual_seed(
                 RANDOM_SEED
@@ -207,10 +208,6 @@ def add_up(evidence: Sequence[Tensor | None]) -> Tensor | None:
     """The sum of some evidence over experts; `None` if one of them has none."""
     found = [tensor for tensor in evidence if tensor is not None]
     return torch.stack(found).sum(dim=0) if found and len(found) == len(evidence) else None
-
-
-def _outer(rows: Tensor) -> Tensor:
-    return rows.T @ rows
 
 
 def _stack(
