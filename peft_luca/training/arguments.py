@@ -40,14 +40,6 @@ KINDS: dict[str, tuple[type, str]] = {
     "float": (Real, "a number"),
 }
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "recipe": tuple(RECIPES),
-    "negatives": ("own", "seen"),
-    "features_dtype": tuple(STORAGE),
-    "on_bad_image": ("raise", "skip"),
-    "routing_scope": ("sample", "batch"),
-}
-
 # The least value of a number, once the recipe has filled it.
 LEAST = {
     "per_device_train_batch_size": 1,
@@ -61,13 +53,9 @@ LEAST = {
     "statistics_rank": -1,
 }
 
-# Those whose step size `soft_threshold` knows.
-PROXIMAL_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
-
-def _field(default: Any, help: str, choices: str | None = None) -> Any:
-    """A field with a help text, and the name of its entry in `CHOICES`."""
-    return field(default=default, metadata={"help": help} | ({"choices": CHOICES[choices]} if choices else {}))
+def _field(default: Any, help: str, *choices: str) -> Any:
+    return field(default=default, metadata={"help": help} | ({"choices": choices} if choices else {}))
 
 
 @dataclass
@@ -84,8 +72,7 @@ class ContinualTrainingArguments(TrainingArguments):
         recipe (`str`, *optional*, defaults to `"own"`):
             `"own"`: every expert sees its own classes alone, so that the order of the tasks changes nothing.
             `"paper"`: as in the authors' code, see the paper page of the docs.
-        l1_weight (`float`, *optional*):
-            λ of the ℓ1 penalty λ·Σ|θ| over the LuCA module. 5e-4 in both recipes.
+        l1_weight (`float`, *optional*): λ of the ℓ1 penalty λ·Σ|θ| over the LuCA module. 5e-4 in both recipes.
         l1_proximal (`bool`, *optional*, defaults to `False`):
             Take the penalty's step by soft-threshold, so that weights become exactly zero. With AdamW and SGD only.
         negatives (`str`, *optional*):
@@ -96,8 +83,7 @@ class ContinualTrainingArguments(TrainingArguments):
             the own recipe, on in the paper's.
         schedule_per_epoch (`bool`, *optional*):
             Change the learning rate once per epoch, not per step. Off in the own recipe, on in the paper's.
-        class_mean_rows (`bool`, *optional*, defaults to `True`):
-            After a task, replace its cosine rows by the class means of the adapted features.
+        class_mean_rows (`bool`, *optional*, defaults to `True`): Make rows class means of adapted features at the end.
         cache_features (`bool`, *optional*, defaults to `True`):
             Train on [CLS] from the cache, unless each epoch draws its own augmentation. Otherwise the backbone runs in
             every epoch. Test images always come from the cache.
@@ -106,24 +92,19 @@ class ContinualTrainingArguments(TrainingArguments):
             switches `augmentation` on. With `0` every epoch draws its own augmentation, and the backbone runs.
         features_cache_dir (`str`, *optional*):
             Folder of the cache, which later runs use too. By default `peft_luca` in the cache of `datasets`.
-        features_dtype (`str`, *optional*, defaults to `"float32"`):
-            How [CLS] is stored: `"float32"`, `"float16"` or `"bfloat16"`.
+        features_dtype (`str`, *optional*, defaults to `"float32"`): Stores [CLS]. Or `"float16"` or `"bfloat16"`.
         on_bad_image (`str`, *optional*, defaults to `"raise"`):
             An image that cannot be read stops the run (`"raise"`), or is left out and counted (`"skip"`).
         push_to_hub (`bool`, *optional*, defaults to `False`):
             Push the experts to the Hub as a collection: with `hub_strategy="every_save"`, the default, in the
             background when a task is learned, and at the end of `train`; with `"end"` only there.
         router (`str`, *optional*):
-            The router that chooses each image's expert once tasks are learned; see [`LucaModel.set_router`]. `"auto"`
-            in the own recipe, `"entropy"` in the paper's.
+            As of [`LucaModel.set_router`]. `"auto"` in the own recipe, `"entropy"` in the paper's.
         routing_scope (`str`, *optional*, defaults to `"sample"`):
             `"batch"` chooses one expert for all test images of a task, for comparison with published figures only.
-        statistics (`bool`, *optional*, defaults to `True`):
-            Collect the statistics of each task's training features and save them beside its expert.
-        statistics_rank (`int`, *optional*, defaults to `64`):
-            Rank to which each class's scatter is kept, in rows of d numbers; -1 for the full rank.
-        statistics_random_features (`int`, *optional*, defaults to `0`):
-            M, for the `ridge` router: 4·M² bytes in every expert.
+        statistics (`bool`, *optional*, defaults to `True`): Save statistics of its training features with each expert.
+        statistics_rank (`int`, *optional*, defaults to `64`): Rows (of d) kept of each class's scatter; -1 for all.
+        statistics_random_features (`int`, *optional*, defaults to `0`): M of the `ridge` router, 4·M² bytes an expert.
         plots (`bool`, *optional*, defaults to `False`):
             When `train` ends, draw the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and
             into TensorBoard if `report_to` has it. Needs matplotlib and scikit-learn.
@@ -144,20 +125,20 @@ class ContinualTrainingArguments(TrainingArguments):
     save_strategy: str = _field("no", "Checkpoints within a task.")
     remove_unused_columns: bool = _field(False, "The collator takes what it needs.")
 
-    recipe: str = _field("own", "Defaults to train by.", "recipe")
+    recipe: str = _field("own", "Defaults to train by.", *RECIPES)
     l1_weight: float | None = _field(None, "Weight of the l1 penalty on the LuCA module.")
     l1_proximal: bool = _field(False, "Take the penalty's step by soft-threshold.")
-    negatives: str | None = _field(None, "Classes in the loss.", "negatives")
+    negatives: str | None = _field(None, "Classes in the loss.", "own", "seen")
     augmentation: bool | None = _field(None, "Random resized crop and horizontal flip.")
     schedule_per_epoch: bool | None = _field(None, "Change the learning rate per epoch.")
     class_mean_rows: bool = _field(True, "Replace rows by class means after a task.")
     cache_features: bool = _field(True, "Compute [CLS] once per image and task.")
     augmented_views: int = _field(0, "Augmented views of each image to compute [CLS] of.")
     features_cache_dir: str | None = _field(None, "Where [CLS] is kept.")
-    features_dtype: str = _field("float32", "How [CLS] is stored.", "features_dtype")
-    on_bad_image: str = _field("raise", "What an image does that cannot be read.", "on_bad_image")
+    features_dtype: str = _field("float32", "How [CLS] is stored.", *STORAGE)
+    on_bad_image: str = _field("raise", "What an image does that cannot be read.", "raise", "skip")
     router: str | None = _field(None, "Chooses the expert of each image.")
-    routing_scope: str = _field("sample", "Choose per image.", "routing_scope")
+    routing_scope: str = _field("sample", "Choose per image.", "sample", "batch")
     statistics: bool = _field(True, "Collect statistics of the training features.")
     statistics_rank: int = _field(64, "Rows kept of each class's scatter; -1 for all.")
     statistics_random_features: int = _field(0, "Random features for the ridge router.")
@@ -165,7 +146,7 @@ class ContinualTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._check_types()
-        self._check_choice("recipe", CHOICES["recipe"])
+        self._check_choice("recipe", list(RECIPES))
         if self.augmented_views:
             self._check_choice("augmentation", [None, True], " with augmented_views")
             self._check_choice("cache_features", [True], " with augmented_views, whose [CLS] are cached")
@@ -181,8 +162,9 @@ class ContinualTrainingArguments(TrainingArguments):
         if self.features_cache_dir is not None:
             self.features_cache_dir = os.path.abspath(os.path.expanduser(self.features_cache_dir))
         super().__post_init__()
-        for name, choices in CHOICES.items():
-            self._check_choice(name, choices)
+        for name in ContinualTrainingArguments.__annotations__:
+            if choices := self.__dataclass_fields__[name].metadata.get("choices"):
+                self._check_choice(name, choices)
         for name, least in LEAST.items():
             _check(self, name, least <= getattr(self, name) < float("inf"), f"a finite number of at least {least}")
         _check(self, "max_steps", self.max_steps > 0 or self.max_steps == -1, "above 0, or -1 for num_train_epochs")
@@ -212,8 +194,6 @@ class ContinualTrainingArguments(TrainingArguments):
             self._check_choice("lr_scheduler_type", ["cosine"], " with schedule_per_epoch: others change at each step")
         if self.augmentation:
             self._check_choice("train_sampling_strategy", ["random"], " with augmentation")
-        if self.l1_proximal:
-            self._check_choice("optim", PROXIMAL_OPTIMIZERS, " with l1_proximal, which needs the size of their steps")
         # It would load the weights of PEFT's 'default' adapter into a task's expert.
         self._check_choice("load_best_model_at_end", [False], ": every expert is saved when its task ends")
         if self.push_to_hub:

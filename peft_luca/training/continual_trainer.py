@@ -6,7 +6,6 @@ import copy
 import hashlib
 import json
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,6 @@ class ContinualTrainer(PublishingTrainer):
         self.task_features = TaskFeatures(self)
         self._records: list[Record] = []  # one per learned task, as results.json has them
         self._saved: list[str] = []  # experts in the folder when it was last looked at
-        self._pushing: Future[Any] | None = None  # to the Hub, in the background
 
     # ---- the stream ----------------------------------------------------------------------------------------------
 
@@ -126,17 +124,15 @@ class ContinualTrainer(PublishingTrainer):
             name (`str`, *optional*): The new task's name, for a dataset.
         """
         with self.folder.lock():
-            if isinstance(task, Task):
-                self._resume()
-                return self._train_task(task)
-            task = self.stream.append(task, name)
+            known = task if isinstance(task, Task) else self.stream.append(task, name)
+            is_new = known is not task
             try:
                 self._resume()
-                if task.name in self._saved:  # an earlier call was killed at its very end
+                if is_new and known.name in self._saved:  # an earlier call was killed at its very end
                     return TrainOutput(0, 0.0, {})
-                return self._train_task(task)
+                return self._train_task(known)
             except BaseException:
-                if task.name not in self._learned:
+                if is_new and known.name not in self._learned:
                     self.stream.pop()
                     self.task_features = TaskFeatures(self)
                 raise
@@ -228,7 +224,8 @@ class ContinualTrainer(PublishingTrainer):
             self._records.pop()  # a task is learned once it is on the disk
             raise
         self._saved = list(self.tuner.experts)
-        self._push_learned()
+        if self.args.push_to_hub and self.args.hub_strategy == HubStrategy.EVERY_SAVE:
+            self._push_in_background(f"{task.name} learned")
         counts = len(self._records), len(self.stream)
         print_line(self.args, task_line(*counts, record, results, len(self.tuner.classes)))
         self.log({f"stage_{name}": value for name, value in results.items() if isinstance(value, float)})
@@ -287,10 +284,9 @@ class ContinualTrainer(PublishingTrainer):
             raise ValueError("there is nothing to evaluate: no task has been learned. Call train() first.")
         figures = all_figures(self, self._records, measure(self, self._records))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
-        matrix = metrics.pop(f"{metric_key_prefix}_accuracy_matrix")
         self.log(numbers(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return {**metrics, f"{metric_key_prefix}_accuracy_matrix": matrix}
+        return metrics
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As [`~transformers.Trainer.predict`]. Classes are matched by name, as by `evaluate`."""
@@ -387,19 +383,6 @@ class ContinualTrainer(PublishingTrainer):
             self._pushing.exception()  # wait; this push carries all that an earlier one did
         kwargs |= {"processing_class": self.processing_class, "results": self._results()}
         return push_experts(self.model, repo_id, blocking=blocking, **kwargs)
-
-    def _push_learned(self) -> None:
-        """Pushes in the background, unless an earlier push is still running: the next one carries this task too."""
-        is_running = self._pushing is not None and not self._pushing.done()
-        if is_running or not self.args.push_to_hub or self.args.hub_strategy != HubStrategy.EVERY_SAVE:
-            return
-        error = None if self._pushing is None else self._pushing.exception()
-        try:
-            self._pushing = self.push_to_hub(f"{self._records[-1]['name']} learned", blocking=False)
-        except Exception as failure:  # whatever the network does, the run goes on
-            error = failure
-        if error is not None:
-            logger.warning(f"Pushing to the Hub failed, and is tried again after the next task: {error!r}")
 
 
 def task_seed(seed: int, classes: tuple[str, ...]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from ..preprocessing import undecoded
 from ..routing import make_router
 from ..tuner.model import LucaModel
 from .batches import make_extractor, print_line
-from .metrics import COMPARING_STAGES, Floats, Measured, Record, forgetting, last_accuracy, summarize
+from .metrics import COMPARING_STAGES, Floats, Measured, Record, forgetting, last_accuracy, or_none, summarize
 
 
 BATCH = 4096  # features are a memory map of any size
@@ -170,9 +169,7 @@ def all_figures(trainer: Any, records: list[Record], last: Measured | None = Non
         return {}
     tuner, stages = trainer.tuner, [*records[:-1], last or records[-1]]
     matrix, counts = _matrix(stages, "accuracy"), [record["test_images"] for record in records]
-    figures: dict[str, Any] = {
-        "accuracy_matrix": [[None if math.isnan(v) else v for v in row] for row in matrix.tolist()]
-    }
+    figures: dict[str, Any] = {"accuracy_matrix": [[or_none(value) for value in row] for row in matrix]}
     if any(counts):
         known, routing = (np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing"))
         with warnings.catch_warnings():

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import datasets
 import torch
-import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import set_seed
+from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 
@@ -52,7 +53,7 @@ class ExpertModule(nn.Module):
         features: Tensor | None = None,
         pixel_values: Tensor | None = None,
         labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Tensor | None = None,
     ) -> ImageClassifierOutput:
         """[CLS] `(batch, d)` or images, and labels `(batch,)` → logits, and their cross-entropy."""
         (tuner,) = self._tuner
@@ -65,11 +66,7 @@ class ExpertModule(nn.Module):
         else:
             logits = tuner.expert_logits(features, self.expert)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if labels is None:
-            return ImageClassifierOutput(logits=logits)
-        if num_items_in_batch is None:
-            return ImageClassifierOutput(loss=F.cross_entropy(logits, labels), logits=logits)
-        loss = F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+        loss = None if labels is None else fixed_cross_entropy(logits, labels, num_items_in_batch)
         return ImageClassifierOutput(loss=loss, logits=logits)
 
 
@@ -127,8 +124,7 @@ class ExpertTrainer(PublishingTrainer):
         is_features = isinstance(train_dataset, FeatureDataset)
         self._features = train_dataset if features is None and is_features else features
         self._module: Any = None
-        self._loss_parts: dict[str, Tensor] = {}
-        self._loss_steps = 0.0
+        self._loss_parts: Any = Counter()  # sums since the last log, and of how many steps
         self._has_proximal_step = False
         given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         super().__init__(model=model, args=args, **given, **kwargs)
@@ -184,8 +180,7 @@ class ExpertTrainer(PublishingTrainer):
         """[CLS] of the training images without augmentation."""
         if self._features is None:
             extract = make_extractor(self.tuner, self._image_collator(self.train_dataset), self.args)
-            description = f"{self.expert}: [CLS] of the training images"
-            self._features = extract(self.train_dataset, description=description)
+            self._features = extract(self.train_dataset, description=f"{self.expert}: [CLS] of the training images")
         return self._features
 
     def _set_collators(self, images: Any) -> None:
@@ -215,11 +210,11 @@ class ExpertTrainer(PublishingTrainer):
         return ImageCollator(self.processing_class, columns[0], **image_options(self.model))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        args: Any = self.args
-        dataset: Any = self.train_dataset
+        args, dataset = self.args, self.train_dataset
+        loader: Any
         if args.train_sampling_strategy != "random" or not has_length(dataset):
             plain, self.data_collator = self.data_collator, self._train_collator
-            loader: Any = super().get_train_dataloader()
+            loader = super().get_train_dataloader()
             self.data_collator = plain
             return loader
         processes = self.accelerator.num_processes
@@ -263,19 +258,14 @@ class ExpertTrainer(PublishingTrainer):
         l1 = self.args.l1_weight * self.tuner.l1_penalty(self.expert) / micro_batches
         if model.training:
             name = "cross_entropy" if self.compute_loss_func is None else "custom_loss"
-            for part, value in ((name, loss), ("l1_penalty", l1)):
-                self._loss_parts[part] = self._loss_parts.get(part, 0.0) + value.detach()
-            self._loss_steps += 1 / micro_batches
+            self._loss_parts.update({name: loss.detach(), "l1_penalty": l1.detach(), "steps": 1 / micro_batches})
         # The proximal step takes the place of the penalty's gradient.
         loss = loss + (l1.detach() if self.args.l1_proximal else l1)
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
-        is_finite = loss.isfinite()
-        if self.accelerator.num_processes > 1:  # all processes stop, or none
-            is_finite = self.accelerator.reduce(is_finite.float(), "mean") == 1
-        if not is_finite:
+        if self.accelerator.reduce(loss.isfinite().float(), "mean") != 1:  # all processes stop, or none
             self._refuse_numbers(f"the loss is {float(loss)}", 1)
         return loss
 
@@ -311,11 +301,12 @@ class ExpertTrainer(PublishingTrainer):
     # ---- logging, evaluating and saving --------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self._loss_steps:
-            parts = {name: self.accelerator.reduce(part, "mean") for name, part in self._loss_parts.items()}
-            logs |= {name: float(part) / self._loss_steps for name, part in parts.items()}
+        if "loss" in logs and self._loss_parts:
+            steps = self._loss_parts.pop("steps")
+            for part, loss in self._loss_parts.items():
+                logs[part] = float(self.accelerator.reduce(loss, "mean")) / steps
             logs[f"{self.expert}/loss"] = logs["loss"]  # a curve for each task, beside the one of the run
-            self._loss_parts, self._loss_steps = {}, 0.0
+            self._loss_parts.clear()
         self.state.global_step += self.earlier_steps
         super().log(logs, start_time)
         self.state.global_step -= self.earlier_steps

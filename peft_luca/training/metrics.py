@@ -21,9 +21,8 @@ from ..utils import pluralize
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 _REQUIRED = ("predictions", "references", "task", "stage")
-# Columns of the metric that may be left out, and what stands in them then.
 _OPTIONAL = ("experts", "task_known_predictions")
-_NOT_GIVEN = -1
+_NOT_GIVEN = -1  # stands in an optional column that was left out
 # Figures that compare stages, all of which have to be measured with the same router.
 COMPARING_STAGES = (
     "average_accuracy", "forgetting", "backward_transfer", "stage_accuracies", "stage_forgetting",
@@ -107,19 +106,18 @@ def summarize(
         warnings.warn(
             f"routed accuracy {routed:.4f} is above accuracy with the task known {known:.4f}: check for a leak of the "
             "task into the evaluation (batches sorted by class and routed as a whole, a task id among the inputs)",
-            UserWarning,
             stacklevel=2,
         )
     return {
-        "average_accuracy": _or_none(average_accuracy(measured, images)),
-        "last_accuracy": _or_none(routed),
+        "average_accuracy": or_none(average_accuracy(measured, images)),
+        "last_accuracy": or_none(routed),
         "forgetting": forgetting(measured),
         "backward_transfer": backward_transfer(measured),
         "routing_accuracy": _last_stage_mean("routing", routing, measured, images),
         "task_known_accuracy": known,
-        "stage_accuracies": [_or_none(value) for value in stage_accuracies(measured, images)],
+        "stage_accuracies": [or_none(value) for value in stage_accuracies(measured, images)],
         "stage_forgetting": _stage_forgetting(measured),
-        "per_task_accuracy": [_or_none(value) for value in measured[-1]],
+        "per_task_accuracy": [or_none(value) for value in measured[-1]],
     }
 
 
@@ -165,8 +163,7 @@ class ContinualAccuracy(evaluate.Metric):
     def add_batch(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> None:
         """Adds rows. Every argument is a sequence of ints of one length; the optional columns may be left out."""
         batch = {"predictions": predictions, "references": references, **kwargs}
-        missing = [name for name in _REQUIRED if batch.get(name) is None]
-        if missing:
+        if missing := [name for name in _REQUIRED if batch.get(name) is None]:
             raise ValueError(f"{missing[0]} is missing; every row needs {', '.join(_REQUIRED)}.")
         rows = {name: np.asarray(column) for name, column in batch.items() if column is not None}
         for name, column in rows.items():
@@ -210,19 +207,20 @@ class ContinualAccuracy(evaluate.Metric):
 
         def per_task(name: str, expected: Any) -> Floats | None:
             """Share of rows of the last stage where a column is as expected, (tasks,); `None` if left out."""
-            given = columns[name][last] != _NOT_GIVEN
-            if not given.all():
-                if given.any():
-                    raise ValueError(f"{name} is given for {given.sum()} of {given.size} rows of the last stage.")
+            column = columns[name][last]
+            if (column == _NOT_GIVEN).all():
                 return None
-            right = columns[name][last] == expected[last]
-            return _share(np.bincount(task[last], weights=right, minlength=len(counts)), images[-1])
+            if missing := (column == _NOT_GIVEN).sum():
+                raise ValueError(
+                    f"{name} is given for {len(column) - missing} of {len(column)} rows of the last stage."
+                )
+            return _share(np.bincount(task[last], column == expected[last], len(counts)), images[-1])
 
         known, routing = per_task("task_known_predictions", columns["references"]), per_task("experts", task)
-        figures = summarize(_share(correct, images), counts, task_known=known, routing=routing)
-        for name, values in (("per_task_known_accuracy", known), ("per_task_routing_accuracy", routing)):
-            figures[name] = None if values is None else [_or_none(value) for value in values]
-        return figures
+        per_task_figures = {"per_task_known_accuracy": known, "per_task_routing_accuracy": routing}
+        return summarize(_share(correct, images), counts, task_known=known, routing=routing) | {
+            name: None if values is None else list(map(or_none, values)) for name, values in per_task_figures.items()
+        }
 
 
 def _checked(matrix: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> tuple[Floats, Floats]:
@@ -259,7 +257,7 @@ def _last_stage_mean(argument: str, values: npt.ArrayLike | None, measured: Floa
     per_task = np.asarray(values, dtype=np.float64)
     if per_task.shape != images.shape:
         raise ValueError(f"{argument} must have one value for each of {len(images)} tasks, got shape {per_task.shape}")
-    return _or_none(last_accuracy(np.where(np.isnan(measured[-1]), np.nan, per_task)[None], images))
+    return or_none(last_accuracy(np.where(np.isnan(measured[-1]), np.nan, per_task)[None], images))
 
 
 def _share(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> Floats:
@@ -268,7 +266,7 @@ def _share(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> Floats:
     return share
 
 
-def _or_none(value: float) -> float | None:
+def or_none(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
@@ -278,10 +276,9 @@ def task_line(done: int, tasks: int, record: Record, figures: dict[str, Any], cl
     line = f"task {done}/{tasks} {record['name']} ({names}), {record['seconds']:.1f} s"
     if figures.get("last_accuracy") is None:
         return f"{line}: no test images"
-    by_entropy = figures.get("entropy_accuracy")
-    beside = "" if by_entropy is None else f" ({by_entropy:.3f} by entropy)"
+    accuracy = f"{figures['last_accuracy']:.3f} over {pluralize(classes, 'class')}"
     return (
-        f"{line}: accuracy {figures['last_accuracy']:.3f} over {pluralize(classes, 'class')}{beside}, "
+        f"{line}: accuracy {accuracy} ({figures['entropy_accuracy']:.3f} by entropy), "
         f"{figures['task_known_accuracy']:.3f} with the task known, right expert {figures['routing_accuracy']:.3f}"
     )
 
@@ -290,20 +287,18 @@ class Accuracy:
     """The default `compute_metrics`: accuracy, over all images at once or, with `batch_eval_metrics`, by batches."""
 
     def __init__(self) -> None:
-        self.correct, self.images = 0, 0
+        self.right: list[torch.Tensor] = []
 
     def __call__(self, prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
         logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
         predicted, labels = torch.as_tensor(logits), torch.as_tensor(prediction.label_ids)
         if predicted.ndim > 1:  # preprocess_logits_for_metrics may have taken the argmax
             predicted = predicted.argmax(-1)
-        self.correct += int((predicted == labels.to(predicted.device)).sum())
-        self.images += len(labels)
+        self.right.append(predicted == labels.to(predicted.device))
         if not compute_result:
             return {}
-        accuracy = self.correct / max(1, self.images)
-        self.correct, self.images = 0, 0
-        return {"accuracy": accuracy}
+        right, self.right = torch.cat(self.right), []
+        return {"accuracy": int(right.sum()) / max(1, len(right))}
 
 
 def numbers(figures: dict[str, Any]) -> dict[str, float]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from transformers import ProgressCallback, Trainer
+from transformers.utils import logging
 
 from ..hub.model_card import CARD_NAME, CardFacts, make_card
 from ..tuner.model import LucaModel, tuner_of
 from ..utils import atomic_write, explain_write_errors
 from .batches import ExpertProgressCallback
 from .metrics import Accuracy
+
+
+logger = logging.get_logger(__name__)
 
 
 class PublishingTrainer(Trainer):
@@ -29,6 +34,7 @@ class PublishingTrainer(Trainer):
     processing_class: Any
     expert: str | None = None
     _push: Callable[..., Any]
+    _pushing: Future[Any] | None = None  # in the background
 
     @property
     def tuner(self) -> LucaModel:
@@ -64,15 +70,21 @@ class PublishingTrainer(Trainer):
             self.init_hf_repo(token=token, private=private)
         if not self.is_world_process_zero():
             return None
-        return self._push(
-            str(self.hub_model_id),
-            blocking,
-            private=self.args.hub_private_repo if private is None else private,
-            revision=revision or self.args.hub_revision,
-            token=token or self.args.hub_token,
-            commit_message=commit_message,
-            **card,
-        )
+        card |= {"revision": revision or self.args.hub_revision, "token": token or self.args.hub_token}
+        private = self.args.hub_private_repo if private is None else private
+        return self._push(str(self.hub_model_id), blocking, private=private, commit_message=commit_message, **card)
+
+    def _push_in_background(self, commit_message: str) -> None:
+        """Pushes unless an earlier push is still running: the next one carries what is pushed here too."""
+        if self._pushing is not None and not self._pushing.done():
+            return
+        error = None if self._pushing is None else self._pushing.exception()
+        try:
+            self._pushing = self.push_to_hub(commit_message, blocking=False)
+        except Exception as failure:  # whatever the network does, the run goes on
+            error = failure
+        if error is not None:
+            logger.warning(f"Pushing to the Hub failed, and is tried again after the next task: {error!r}")
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """

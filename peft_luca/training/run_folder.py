@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, fields
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,6 @@ SETTINGS = (
     "routing_scope statistics statistics_rank statistics_random_features seed data_seed features_dtype on_bad_image "
     "bf16 fp16 adam_beta1 adam_beta2 adam_epsilon dataloader_drop_last train_sampling_strategy"
 ).split()
-# Settings that may differ when a run is resumed: what was measured is measured again.
-FREE_SETTINGS = ("router",)
 # How a batch is divided changes nothing: `images_per_step`, of all processes together, is compared in their place.
 PARTS_OF_A_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 # What decides the pixels that an image processor makes, whatever its class is called.
@@ -87,8 +84,7 @@ class RunFolder:
                     stack.enter_context(hold_lock(self._lock))
                 except (RuntimeError, OSError) as error:
                     refusal = error
-            refusals = [error for error in gather_object([refusal]) if error is not None]
-            if refusals:
+            if refusals := [error for error in gather_object([refusal]) if error is not None]:
                 raise refusals[0]
             yield
 
@@ -96,20 +92,17 @@ class RunFolder:
 
     def recover(self, names: Iterable[str], deleted: Iterable[str] = ()) -> None:
         """
-        Finishes a change that was cut off, removes half-written files, and checks that the folder can be written to.
-
-        Args:
-            names (`list[str]`): The tasks of the run.
-            deleted (`list[str]`, *optional*): Experts that the model has no more, and that are deleted here too.
+        Finishes a change that was cut off, removes half-written files of the run's tasks, and checks that the folder
+        can be written to. Experts that were `deleted` from the model are deleted here too.
         """
         if self.is_writer:
             with explain_write_errors(self.path / RESULTS_NAME):
                 self.path.mkdir(parents=True, exist_ok=True)
-                self._remove_leftovers({*names, *self.experts(), self.pending() or JOURNAL_NAME})
+                self._remove_leftovers([*names, *self.experts(), *self._read(JOURNAL_NAME).get("experts", ())])
                 tempfile.TemporaryFile(dir=self.path).close()
                 self._carry_out()
                 for name in deleted:
-                    self._begin("delete", name, [name])
+                    write_json(self.path / JOURNAL_NAME, {"change": "delete", "expert": name, "experts": [name]})
                     self._carry_out()
         PartialState().wait_for_everyone()
 
@@ -122,28 +115,17 @@ class RunFolder:
         return self._read(JOURNAL_NAME).get("expert")
 
     def read(
-        self,
-        settings: dict[str, Any],
-        stream: TaskStream,
-        digests: Digests,
-        known: Sequence[Record] = (),
-        refuse: bool = False,
+        self, settings: dict[str, Any], stream: TaskStream, digests: Digests, known: Sequence[Record], refuse: bool
     ) -> list[Record]:
         """
-        The records of the run in the folder; none where there is no run.
-
-        Args:
-            settings (`dict`): [`run_settings`] of the run that wants to resume it.
-            stream ([`TaskStream`]): Its stream.
-            digests (`Callable`): Task → digests of its images.
-            known (`list[dict]`, *optional*): Records that this run has already.
-            refuse (`bool`, *optional*, defaults to `False`): Refuse to resume a run of which nothing is known.
+        The records of the run in the folder, none where there is no run. `known` are those that this run has already.
+        With `refuse`, a run of which none is known is not resumed.
 
         Raises:
             ValueError: the folder holds a run of another stream or of other settings, or experts of no run.
         """
         results = self._read(RESULTS_NAME)
-        records = self._records(results) if results else []
+        records = self._records(results)
         self._check_owner({record["name"] for record in records}, stream)
         if _identities(records)[: len(known)] != _identities(known):
             raise ValueError(
@@ -155,8 +137,7 @@ class RunFolder:
                 f"{self.path} holds a run of {pluralize(len(records), 'task')}. Choose another output_dir, delete it, "
                 "or call train() without resume_from_checkpoint=False to resume it."
             )
-        differing = changed_settings(results["settings"], settings) if results else ()
-        if changes := ", ".join(f"{name}: {there!r} there, {here!r} now" for name, there, here in differing):
+        if changes := changed_settings(results["settings"], settings) if results else "":
             raise ValueError(f"{self.path} holds a run with other settings ({changes}). Choose another output_dir.")
         self._check_stream(records[len(known) :], stream, digests)
         return records
@@ -169,16 +150,15 @@ class RunFolder:
             raise ValueError(f"{path} cannot be read: {error}. Choose another output_dir.") from error
 
     def _records(self, results: dict[str, Any]) -> list[Record]:
-        path, records = self.path / RESULTS_NAME, results.get("tasks")
+        records, found = results.get("tasks", []), ""
+        missing = [{"settings", "tasks"} - set(results), *(RECORD_KEYS - set(record) for record in records)]
         if results.get("format", 0) > RESULTS_FORMAT:
-            found = f"has the format {results['format']} of a later version"
-            raise ValueError(f"{path} {found}. Update peft_luca, or choose another output_dir.")
-        missing = {"tasks", "settings"} - set(results)
-        missing = missing or {key for record in records or () for key in RECORD_KEYS - set(record)}
-        if missing:
-            found = f"does not hold the results of a run: there is no {min(missing)!r}"
-            raise ValueError(f"{path} {found}. Choose another output_dir.")
-        return list(records or ())
+            found = f"has the format {results['format']} of a later version. Update peft_luca, or choose"
+        elif results and any(missing):
+            found = f"does not hold the results of a run: there is no {min(set().union(*missing))!r}. Choose"
+        if found:
+            raise ValueError(f"{self.path / RESULTS_NAME} {found} another output_dir.")
+        return list(records)
 
     def _check_owner(self, learned: set[str], stream: TaskStream) -> None:
         """Refuses to overwrite experts that no run has learned here."""
@@ -191,19 +171,20 @@ class RunFolder:
     def _check_stream(self, records: list[Record], stream: TaskStream, digests: Digests) -> None:
         tasks = {task.name: task for task in stream}
         for record in records:
-            name, task, found = record["name"], tasks.get(record["name"]), ""
-            then = [record[key] for key in ("classes", "train_images", "test_images")]
             if record.get("deleted"):  # its images may be gone as well
                 continue
+            name, task = record["name"], tasks.get(record["name"])
+            then = [record[key] for key in ("classes", "train_images", "test_images")]
             if task is None:
                 found = f"its task {name!r} is not among {', '.join(map(repr, tasks))}"
             elif (now := [list(task.classes), len(task.train), len(task.test or ())]) != then:
                 found = f"its task {name!r} has {then[1]} train images of {then[0]}, here it has {now[1]} of {now[0]}"
             elif "images" in record and record["images"] != digests(task):
                 found = f"the images of its task {name!r} are other ones, or are split or labeled otherwise"
-            if found:
-                remedy = "Give the stream of that run, with tasks that were added to it, or choose another output_dir"
-                raise ValueError(f"{self.path} holds a run of another stream: {found}. {remedy}.")
+            else:
+                continue
+            remedy = "Give the stream of that run, with tasks that were added to it, or choose another output_dir"
+            raise ValueError(f"{self.path} holds a run of another stream: {found}. {remedy}.")
 
     # ---- changes -------------------------------------------------------------------------------------------------
 
@@ -213,7 +194,7 @@ class RunFolder:
             # Those that the model brought along are saved with the first one.
             names = [n for n in tuner_of(model).experts if n == name or not (self.path / n / CONFIG_NAME).is_file()]
             with explain_write_errors(self.path / name):
-                self._begin("add", name, names)
+                write_json(self.path / JOURNAL_NAME, {"change": "add", "expert": name, "experts": names})
                 save_experts(model, self.path, names)
         self.finish(results)
 
@@ -246,9 +227,6 @@ class RunFolder:
             figure.savefig(temporary, dpi=120, format="png")
         return path
 
-    def _begin(self, change: str, expert: str, experts: list[str]) -> None:
-        write_json(self.path / JOURNAL_NAME, {"change": change, "expert": expert, "experts": experts})
-
     def _carry_out(self) -> None:
         """
         Does what is left of the change in the journal. An expert whose task is not in the results is half-saved. A
@@ -262,8 +240,7 @@ class RunFolder:
         live = {record["name"]: record for record in results.get("tasks", []) if not record.get("deleted")}
         if change["change"] == "delete":
             if record := live.pop(name, None):
-                kept = {label for other in live.values() for label in other["classes"]}
-                gone = set(record["classes"]) - kept
+                gone = set(record["classes"]).difference(*(other["classes"] for other in live.values()))
                 self._remove_derived({name, *gone})
                 results["classes"] = [label for label in results["classes"] if label not in gone]
                 record |= {"deleted": True, "classes": []}
@@ -285,10 +262,10 @@ class RunFolder:
             if path.suffix == ".png" or any(name in text.replace("\\", "") for name in names):  # Markdown escapes '_'
                 path.unlink()
 
-    def _remove_leftovers(self, names: set[str]) -> None:
-        """Removes what a killed process was writing: `.x.writing` and `.x.abcd1234`, of every x that is a run's."""
-        files = "|".join(map(re.escape, (RESULTS_NAME, MANIFEST_NAME, JOURNAL_NAME, CARD_NAME, *names)))
-        pattern = rf"\.({files}|checkpoint-\d+|\w+\.png)\.(\w{{8}}|writing)"
+    def _remove_leftovers(self, experts: Iterable[str]) -> None:
+        """Removes what a killed process was writing: a file `.x.writing`, or an expert's folder `.x.abcd1234`."""
+        names = {name for name in experts if NAME_RULE.fullmatch(name)}
+        pattern = rf"\..+\.writing|\.({'|'.join(names)}|checkpoint-\d+)\.\w{{8}}"
         for folder in (self.path, self.path / PLOTS_NAME, *(self.path / name for name in names)):
             for path in folder.iterdir() if folder.is_dir() else ():
                 if re.fullmatch(pattern, path.name):
@@ -297,41 +274,39 @@ class RunFolder:
 
 def run_settings(args: ContinualTrainingArguments, luca_config: LucaConfig, processor: Any) -> dict[str, Any]:
     """The settings of a run, as `results.json` holds them."""
-    config = {
-        name: value
-        for name, value in asdict(luca_config).items()
-        if name in LucaConfig.__annotations__ and name not in NO_SETTINGS
-    }
+    fields_of_config = set(LucaConfig.__annotations__) - set(NO_SETTINGS)
     facts = processor.to_dict() if hasattr(processor, "to_dict") else {}
     values = {name: getattr(args, name) for name in SETTINGS} | {
         "images_per_step": args.train_batch_size * args.world_size * args.gradient_accumulation_steps,
-        "luca_config": config,
+        "luca_config": {name: value for name, value in asdict(luca_config).items() if name in fields_of_config},
         "processor": {name: facts[name] for name in PROCESSOR_FACTS if facts.get(name) is not None},
     }
     return json.loads(json.dumps(values, default=dict))
 
 
-def changed_settings(saved: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def changed_settings(saved: dict[str, Any], settings: dict[str, Any]) -> str:
     """
-    Name, saved value and present value of each setting that differs. A setting that the saving version did not have
-    counts as its default, and one that has none, or that this version does not have, is not compared.
+    The settings that differ, for a message. A setting that the saving version did not have counts as its default, and
+    one that this version does not have is not compared. With another router what was measured is measured again.
     """
     recipe = saved.get("recipe", "own")
-    free = {*FREE_SETTINGS, "luca_config", "processor"}
-    free |= set(PARTS_OF_A_BATCH if "images_per_step" in saved else ["images_per_step"])
-    defaults = {
-        "": _defaults(ContinualTrainingArguments) | RECIPES.get(recipe, {}),
-        "luca_config": _defaults(LucaConfig) | CONFIG_RECIPES.get(recipe, {}),
-        "processor": settings["processor"],
-    }
-    for group, of_group in defaults.items():
-        there, here = ((values.get(group) or {}) if group else values for values in (saved, settings))
-        prefix = f"{group}." if group else ""
-        for name, now in here.items():
-            then = there.get(name, of_group.get(name))
-            then = then.value if isinstance(then, Enum) else then
-            if prefix + name not in free and _plain(then) != _plain(now):
-                yield prefix + name, then, now
+    defaults = _defaults(ContinualTrainingArguments) | RECIPES.get(recipe, {})
+    defaults |= {"luca_config": _defaults(LucaConfig) | CONFIG_RECIPES.get(recipe, {})}
+    then = _flat({**defaults, "processor": settings["processor"]}) | _flat(saved)
+    free = ("router", *(PARTS_OF_A_BATCH if "images_per_step" in saved else ["images_per_step"]))
+    return ", ".join(
+        f"{name}: {then.get(name)!r} there, {now!r} now"
+        for name, now in _flat(settings).items()
+        if name not in free and _plain(then.get(name)) != _plain(now)
+    )
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings by their whole names, such as `luca_config.reduction`."""
+    flat = dict(settings)
+    for group in ("luca_config", "processor"):
+        flat |= {f"{group}.{name}": value for name, value in (flat.pop(group, None) or {}).items()}
+    return flat
 
 
 def _defaults(kind: Any) -> dict[str, Any]:

@@ -17,15 +17,13 @@ def soft_threshold(optimizer: Optimizer, parameters: list[nn.Parameter], weight:
     Adam, for each number its own.
 
     Args:
-        optimizer (`torch.optim.Optimizer`): Has just stepped.
+        optimizer (`torch.optim.Optimizer`): SGD, Adam or AdamW, which has just stepped.
         parameters (`list[nn.Parameter]`): Those that are to be sparse.
         weight (`float`): λ.
     """
     chosen = {id(parameter) for parameter in parameters}
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in chosen:
-                continue
+        for parameter in (parameter for parameter in group["params"] if id(parameter) in chosen):
             state, step = optimizer.state[parameter], torch.as_tensor(group["lr"] / (1 - group.get("momentum", 0.0)))
             if "exp_avg_sq" in state:
                 corrected = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))

@@ -89,10 +89,6 @@ def test_augmented_views_switch_the_augmentation_on(out):
             "train_sampling_strategy must be 'random' with augmentation, got 'sequential'",
         ),
         (
-            {"optim": "adafactor", "l1_proximal": True},
-            "optim must be one of 'adamw_torch', .* 'sgd' with l1_proximal.* got 'adafactor'",
-        ),
-        (
             {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
             "load_best_model_at_end must be False",
         ),

@@ -34,7 +34,7 @@ from peft import PeftModel, get_peft_model
 from transformers import SwinConfig, SwinForImageClassification, Trainer, TrainerCallback
 
 from peft_luca import ContinualTrainer, ImageCollator, LucaConfig, TaskStream, load_experts
-from peft_luca.training import continual_trainer
+from peft_luca.training import continual_trainer, publishing
 from peft_luca.training.arguments import CONFIG_RECIPES, RECIPES
 from peft_luca.training.metrics import COMPARING_STAGES, summarize
 
@@ -568,7 +568,7 @@ def test_a_push_that_fails_in_the_background_is_repeated_after_the_next_task(out
 
     monkeypatch.setattr(continual_trainer, "push_experts", push)
     monkeypatch.setattr(ContinualTrainer, "init_hf_repo", lambda self, **given: setattr(self, "hub_model_id", "me/x"))
-    monkeypatch.setattr(continual_trainer.logger, "warning", lambda line: warned.append(line))
+    monkeypatch.setattr(publishing.logger, "warning", lambda line: warned.append(line))
     warned = []
     make_trainer(out, push_to_hub=True, num_train_epochs=0, **cache).train()
     names = ["task_0", "task_1", "task_2"]

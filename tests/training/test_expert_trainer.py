@@ -113,8 +113,9 @@ def test_the_proximal_step_makes_zeros(out):
     weights = torch.cat([p.flatten() for p in trainer.tuner.layer.luca_parameters("new").values()])
     assert (weights == 0).float().mean() > 0.5
     custom = {"optimizer_cls_and_kwargs": (torch.optim.Rprop, {"lr": 0.1})}
-    with pytest.raises(ValueError, match="l1_proximal needs SGD, Adam or AdamW, got Rprop"):
-        train(out, None, custom, l1_proximal=True)
+    for given, settings, kind in ((custom, {}, "Rprop"), ({}, {"optim": "adafactor"}, "Adafactor")):
+        with pytest.raises(ValueError, match=f"l1_proximal needs SGD, Adam or AdamW, got {kind}"):
+            train(out, None, given, l1_proximal=True, **settings)
 
 
 def test_negatives_are_the_classes_of_all_experts(out):
