@@ -63,23 +63,13 @@ def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor, **option
 
 def _without_head(model: nn.Module, head_name: str) -> nn.Module:
     """A shallow copy of a model that shares all its modules except the head, in whose place its input is returned."""
-    trunk = parent = _shallow_copy(getattr(model, "_orig_mod", model))
-    *path, name = head_name.split(".")
-    for part in path:
-        child = _shallow_copy(parent._modules[part])
-        parent._modules[part] = child
-        parent = child
-    parent._modules[name] = nn.Identity()
-    return trunk
-
-
-def _shallow_copy(module: Any) -> Any:
-    copied = copy.copy(module)
-    copied._modules = dict(module._modules)
+    trunk: Any = copy.copy(getattr(model, "_orig_mod", model))
+    name, _, rest = head_name.partition(".")
+    trunk._modules = {**trunk._modules, name: _without_head(trunk._modules[name], rest) if rest else nn.Identity()}
     # A forward that was replaced or compiled on the instance would run the original module.
-    copied.__dict__.pop("forward", None)
-    copied._compiled_call_impl = None
-    return copied
+    trunk.__dict__.pop("forward", None)
+    trunk._compiled_call_impl = None
+    return trunk
 
 
 class BackboneFacts:
@@ -248,7 +238,7 @@ def check_backbone(
     backbone = BackboneFacts.of(model, head.name)
     if backbone.fingerprint is None:
         return
-    settings, saved = config.backbone_settings, _saved_reference(state_dict)
+    settings, saved = config.backbone_settings, _reference_among(state_dict)
     is_old = settings is None  # its fingerprint knows neither places nor settings
     found = backbone.old_fingerprint if is_old else backbone.fingerprint
     differing = ["other weights"] if found != config.fingerprint else []
@@ -289,18 +279,16 @@ def check_backbone(
         )
 
 
-def _saved_reference(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+def _reference_among(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     """The reference among an expert's tensors; `None` where it was never computed."""
-    found = [t for part in ("mean", "std") for key, t in tensors.items() if key.endswith(f"luca_reference_{part}")]
+    found = [t for part in ("mean", "std") for key, t in tensors.items() if f"luca_reference_{part}" in key]
     return (found[0], found[1]) if len(found) == 2 and not is_identity(*found) else None
 
 
 def check_same_reference(layer: LucaLayer, adapter_name: str, state_dict: Mapping[str, Tensor]) -> None:
     """Refuses weights of another backbone for an expert that is there already: PEFT never reads their config then."""
-    saved = _saved_reference(state_dict)
-    here = layer.luca_reference_mean[adapter_name], layer.luca_reference_std[adapter_name]
-    distance = 0.0 if saved is None or is_identity(*here) else reference_distance(saved, here)
-    if not distance <= BACKBONE_TOLERANCE:
+    saved, here = _reference_among(state_dict), _reference_among(layer.tensors(adapter_name))
+    if saved and here and not (distance := reference_distance(saved, here)) <= BACKBONE_TOLERANCE:
         raise ValueError(
             f"these weights for expert {adapter_name!r} come from another backbone: their reference is {distance:.3g} "
             f"deviations away from the expert's, more than {BACKBONE_TOLERANCE}. Load them on that backbone."

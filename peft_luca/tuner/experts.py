@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -136,11 +137,9 @@ class ExpertStore(nn.Module, BaseTunerLayer):
 
     def duplicate_of(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> str | None:
         """Another expert that has exactly these weights, which are named as those of `adapter_name`."""
-        for other in (name for name in self.configs if name != adapter_name):
-            theirs = {key.replace(f".{other}", f".{adapter_name}", 1): t for key, t in self.tensors(other).items()}
-            if theirs.keys() == tensors.keys() and all(
-                not tensor.is_meta and torch.equal(tensor, tensors[key].to(tensor)) for key, tensor in theirs.items()
-            ):
+        for other in self.configs:
+            pairs = list(zip_longest(self.tensors(other).values(), tensors.values(), fillvalue=torch.empty(0)))
+            if other != adapter_name and all(not own.is_meta and torch.equal(own, new.to(own)) for own, new in pairs):
                 return other
         return None
 
@@ -150,18 +149,14 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         for container in self.containers:
             if adapter_name in getattr(self, container):
                 entry, name = getattr(self, container)[adapter_name], f"{container}.{adapter_name}"
-                inner = {"": entry} if isinstance(entry, Tensor) else entry.state_dict(prefix=".")
+                inner = {"": entry} if isinstance(entry, Tensor) else entry.state_dict(prefix=".", keep_vars=True)
                 found |= {name + key: tensor for key, tensor in inner.items()}
         return found
 
     def luca_parameters(self, adapter_name: str) -> dict[str, nn.Parameter]:
         """The parameters of an expert's LuCA module, by their names within the layer."""
-        return {
-            f"{container}.{name}": parameter
-            for container in self.module_names
-            if adapter_name in getattr(self, container)
-            for name, parameter in getattr(self, container)[adapter_name].named_parameters()
-        }
+        found = {key: t for key, t in self.tensors(adapter_name).items() if isinstance(t, nn.Parameter)}
+        return {key: parameter for key, parameter in found.items() if key.split(".")[0] in self.module_names}
 
 
 def _xavier(linear: nn.Linear) -> nn.Linear:

@@ -89,8 +89,8 @@ class LucaLayer(ExpertStore):
 
     def __repr__(self) -> str:
         # Without the modules of every expert, of which there may be a thousand.
-        parts = [f"(base_layer): {self.base_layer!r}", *self.summary()]
-        return f"LucaLayer(width={self.width}\n  " + "\n  ".join(parts) + "\n)"
+        parts = [f"LucaLayer(width={self.width}", f"(base_layer): {self.base_layer!r}", *self.summary()]
+        return "\n  ".join(parts) + "\n)"
 
     def summary(self, limit: int = 10) -> list[str]:
         """Lines for `repr`: what is active, and the experts with their classes."""

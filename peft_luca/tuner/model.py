@@ -129,11 +129,8 @@ class LucaModel(PeftHooks):
 
     def __repr__(self) -> str:
         # Of the backbone only its name: print(model.get_base_model()) shows its modules.
-        if not self.targeted_module_names:
-            return super().__repr__()
-        name = getattr(self.model, "name_or_path", "") or "unnamed"
-        lines = [f"{type(self.model).__name__} ({name})", *self.layer.summary()]
-        return "LucaModel(\n  " + "\n  ".join(lines) + "\n)"
+        name = f"{type(self.model).__name__} ({getattr(self.model, 'name_or_path', '') or 'unnamed'})"
+        return "\n  ".join(["LucaModel(", name, *self.layer.summary()]) + "\n)"
 
     @property
     def experts(self) -> dict[str, tuple[str, ...]]:

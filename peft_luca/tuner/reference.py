@@ -75,12 +75,8 @@ def measure_reference(
     read: Callable[[Tensor], Tensor], count: int, size: int, channels: int, like: Tensor
 ) -> Reference:
     """
-    Measures a reference.
-
-    Args:
-        read (`Callable`): Maps pixel values `(batch, channels, size, size)`, in [-1, 1], to [CLS] `(batch, d)`.
-        count, size, channels (`int`): Of the pictures. They are grey if there are not three channels.
-        like (`torch.Tensor`): A tensor of the dtype and device that `read` takes.
+    Measures a reference over `count` pictures, which are grey if there are not three channels. `read` maps pixel
+    values `(batch, channels, size, size)`, in [-1, 1], of the dtype and device of `like`, to [CLS] `(batch, d)`.
     """
     pictures = torch.from_numpy(draw_reference_pictures(count, size)).permute(0, 3, 1, 2)
     if channels != 3:
