@@ -18,17 +18,8 @@ from transformers.utils import logging
 
 from ..tuner.model import LucaModel, tuner_of
 from ..utils import check_classes, list_names, pluralize, write_json
-from .model_card import (
-    CARD_NAME,
-    PICTURE_NAME,
-    TAGS,
-    CardFacts,
-    class_tag,
-    collection_figures,
-    draw_accuracy_matrix,
-    expert_figures,
-    make_card,
-)
+from . import model_card
+from .model_card import CARD_NAME, PICTURE_NAME, TAGS, CardFacts
 from .saving import EXPERT_FILES, save_expert, save_experts
 from .validation import MANIFEST_NAME, read_json, read_manifest
 
@@ -87,7 +78,8 @@ def push_expert(
         facts = CardFacts(_base_model(api, tuner, base_model), license, datasets, results, card_data)
         _set_base_model(folder, facts.base_model)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        (folder / CARD_NAME).write_text(make_card(tuner, repo_id, facts, expert=name), encoding="utf-8")
+        card = model_card.make_card(tuner, repo_id, facts, expert=name)
+        (folder / CARD_NAME).write_text(card, encoding="utf-8")
         return _mirror(api, folder, repo_id, revision, commit_message or f"Push expert {name}")
 
 
@@ -136,9 +128,10 @@ def push_experts(
         if results is not None:
             _add_metrics(folder / MANIFEST_NAME, results)
             write_json(folder / RESULTS_NAME, results)
-        picture = draw_accuracy_matrix(results or {}, folder / PICTURE_NAME)
+        picture = model_card.draw_accuracy_matrix(results or {}, folder / PICTURE_NAME)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        (folder / CARD_NAME).write_text(make_card(tuner, repo_id, facts, picture=picture), encoding="utf-8")
+        card = model_card.make_card(tuner, repo_id, facts, picture=picture)
+        (folder / CARD_NAME).write_text(card, encoding="utf-8")
         staging = stack.pop_all()
 
     def upload() -> CommitInfo:
@@ -167,7 +160,7 @@ def list_experts(
     Returns:
         `list` of [`~huggingface_hub.ModelInfo`]: Their `id` is what [`load_experts`] takes.
     """
-    tags = [TAGS[0], "peft", *map(class_tag, check_classes(classes) if classes else ())]
+    tags = [TAGS[0], "peft", *map(model_card.class_tag, check_classes(classes) if classes else ())]
     if base_model is not None:
         tags.append(f"base_model:{base_model}")
     return list(HfApi(token=token).list_models(author=author, filter=tags))
@@ -246,5 +239,5 @@ def _set_base_model(folder: Path, base_model: str | None) -> None:
 def _add_metrics(path: Path, results: Mapping[str, Any]) -> None:
     manifest = read_json(path)
     for entry in manifest["experts"]:
-        entry["metrics"] = expert_figures(results, entry["name"])
-    write_json(path, manifest | {"metrics": collection_figures(results)})
+        entry["metrics"] = model_card.expert_figures(results, entry["name"])
+    write_json(path, manifest | {"metrics": model_card.collection_figures(results)})

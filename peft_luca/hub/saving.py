@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, resolve_revision, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RevisionResolutionError,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RevisionResolutionError
 from huggingface_hub.hf_api import RepoFile
 from peft import PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
@@ -35,29 +30,9 @@ from ..tuner.experts import NewExpert
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import LucaExperts, LucaLayer, find_layer
 from ..tuner.model import quiet_peft, tuner_of
-from ..utils import (
-    InvalidExpertError,
-    atomic_write,
-    check_classes,
-    list_names,
-    show,
-    warn_about_spellings,
-    write_json,
-)
-from .validation import (
-    MANIFEST_FORMAT,
-    MANIFEST_NAME,
-    MAX_EXPERT_BYTES,
-    MAX_JSON_BYTES,
-    STATISTICS_FORMAT,
-    STATISTICS_NAME,
-    Manifest,
-    expert_digests,
-    read_config,
-    read_manifest,
-    read_statistics,
-    read_weights,
-)
+from ..utils import InvalidExpertError, atomic_write, check_classes, list_names, show, warn_about_spellings, write_json
+from . import validation
+from .validation import MANIFEST_FORMAT, MANIFEST_NAME, STATISTICS_FORMAT, STATISTICS_NAME, Manifest
 
 
 # The files of an expert, in the order in which they are put in place: a folder counts as an adapter once it has a
@@ -98,18 +73,18 @@ def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: b
         model.save_pretrained(staging, selected_adapters=[name], save_embedding_layers=False, state_dict=state_dict)
         written = Path(staging) if name == "default" else Path(staging, name)
         if statistics and name in layer.statistics:
-            save_statistics(layer.statistics[name], written, expert_digests(written))
+            save_statistics(layer.statistics[name], written, validation.expert_digests(written))
         target.mkdir(exist_ok=True)
         config = target / CONFIG_NAME
         if config.is_file() and config.read_bytes() != (written / CONFIG_NAME).read_bytes():
             config.unlink()  # cut off here, the folder holds no expert, rather than parts of two
         for file in EXPERT_FILES:
-            if not (written / file).exists():
+            if (written / file).exists():
+                with open(written / file, "rb") as content:
+                    os.fsync(content.fileno())
+                os.replace(written / file, target / file)
+            else:
                 (target / file).unlink(missing_ok=True)
-                continue
-            with open(written / file, "rb") as content:
-                os.fsync(content.fileno())
-            os.replace(written / file, target / file)
 
 
 def save_experts(
@@ -130,14 +105,13 @@ def save_experts(
     """
     tuner, folder = tuner_of(model), Path(directory).expanduser()
     names = list(tuner.experts) if names is None else names
-    if (router := tuner.router) is not None:
-        if router.name is None:
-            remedy = "Save with set_router(None), and set the function again after loading"
-            raise ValueError(f"the router is a function, which no file can hold. {remedy}.")
-        if router.needs_statistics and not statistics:
-            raise ValueError(f"the router {router.name!r} needs the experts' statistics: leave out statistics=False.")
+    if (router := tuner.router) is not None and router.name is None:
+        remedy = "Save with set_router(None), and set the function again after loading"
+        raise ValueError(f"the router is a function, which no file can hold. {remedy}.")
+    if router is not None and router.needs_statistics and not statistics:
+        raise ValueError(f"the router {router.name!r} needs the experts' statistics: leave out statistics=False.")
     folder.mkdir(parents=True, exist_ok=True)
-    there = read_manifest(folder).names if (folder / MANIFEST_NAME).is_file() else []
+    there = validation.read_manifest(folder).names if (folder / MANIFEST_NAME).is_file() else []
     for name in names:
         save_expert(model, name, folder / name, statistics=statistics)
     manifest = {
@@ -215,7 +189,7 @@ def load_experts(
             continue
         if name is not None:
             raise ValueError(f"{source} is a collection, whose experts have names: it cannot be called {name!r}.")
-        manifest = read_manifest(folder)
+        manifest = validation.read_manifest(folder)
         folders += [(expert, folder / expert) for expert in manifest.names]
     if not folders:
         raise ValueError("there are no experts to load: the list is empty.")
@@ -256,7 +230,7 @@ def load_expert(
     """
     folder = _local(source, revision, token, name or "", statistics)
     if (folder / MANIFEST_NAME).is_file():
-        names = read_manifest(folder).names
+        names = validation.read_manifest(folder).names
         if name not in names:
             raise ValueError(f"{source} is a collection of {list_names(names)}. Name one of them, got {name!r}.")
         folder = folder / str(name)
@@ -270,8 +244,8 @@ def _local(source: Source, revision: str | None, token: str | bool | None, name:
     Returns the folder of a source: itself, or where the files of a Hub repository are in the cache. Of a collection
     the manifest is downloaded first, then what it lists, of the expert `name` or of all (`None`).
     """
-    if Path(source).expanduser().is_dir():
-        return Path(source).expanduser()
+    if (folder := Path(source).expanduser()).is_dir():
+        return folder
     repo_id, files = str(source), EXPERT_FILES if statistics else EXPERT_FILES[1:]
     try:
         commit = resolve_revision(repo_id, revision=revision, token=token)
@@ -279,7 +253,7 @@ def _local(source: Source, revision: str | None, token: str | bool | None, name:
         folder = _fetch(repo_id, commit, token, sizes, [MANIFEST_NAME])
         places = [""]
         if (folder / MANIFEST_NAME).is_file():
-            places = [f"{listed}/" for listed in read_manifest(folder).names if name in (None, listed)]
+            places = [f"{listed}/" for listed in validation.read_manifest(folder).names if name in (None, listed)]
         return _fetch(repo_id, commit, token, sizes, [f"{place}{file}" for place in places for file in files])
     except HFValidationError as error:
         raise InvalidExpertError(f"{source} is not an expert: it is neither a folder nor a Hub id.") from error
@@ -305,11 +279,9 @@ def _fetch(
     """Downloads files into the cache, if their sizes are those of experts, and returns their folder."""
     found = {path: sizes[path] for path in paths if path in sizes} if sizes else {}
     for path, size in found.items():
-        most = MAX_JSON_BYTES if path.endswith(".json") else MAX_EXPERT_BYTES
-        if size > most:
-            raise InvalidExpertError(f"{repo_id}/{path} has {size} bytes, more than the {most} that are read.")
-    if sum(found.values()) > MAX_DOWNLOAD_BYTES:
-        reason = f"have {sum(found.values())} bytes, more than the {MAX_DOWNLOAD_BYTES} that are downloaded at once"
+        validation.check_size(f"{repo_id}/{path}", size)
+    if (total := sum(found.values())) > MAX_DOWNLOAD_BYTES:
+        reason = f"have {total} bytes, more than the {MAX_DOWNLOAD_BYTES} that are downloaded at once"
         raise InvalidExpertError(f"the experts of {repo_id} {reason}. Load some of them with load_expert.")
     options: dict[str, Any] = {"allow_patterns": list(paths), "local_files_only": sizes is None}
     return Path(snapshot_download(repo_id, revision=commit, token=token, **options))
@@ -343,10 +315,8 @@ def _load(
         raise ValueError(f"more than one expert is called {twice[0]!r}. Give names: {{'name': source, ...}}.")
     if unknown := sorted(set(rename) - set(names)):
         raise ValueError(f"rename names the experts {unknown}, but those to load are {list_names(names)}.")
-    experts = {
-        name: _read_expert(model, name, folder, rename.get(name, {}), allow_mismatch, statistics)
-        for name, folder in folders
-    }
+    options = allow_mismatch, statistics
+    experts = {name: _read_expert(model, name, folder, rename.get(name, {}), *options) for name, folder in folders}
     layer = tuner.layer if tuner else LucaLayer(nn.Identity(), 0, 0)
     device = tuner.layer.experts.device if tuner else next(model.parameters()).device
     preview = LucaExperts(layer, device, experts)
@@ -357,17 +327,13 @@ def _load(
     warn_of_processor(configs, processing_class)
 
     # From here on nothing is refused.
-    for name, expert in experts.items():
-        if tuner is not None:
-            tuner.add_expert(name, *expert)
-            continue
+    if tuner is None:
         with quiet_peft():
-            model = PeftModel(model, expert.config, adapter_name=name)
+            model = PeftModel(model, experts[names[0]].config, adapter_name=names[0])
         tuner = tuner_of(model)
-        tuner.layer.load_expert(name, expert.tensors)
-        if expert.statistics is not None:
-            tuner.layer.set_statistics(name, expert.statistics)
-    if tuner is not None and router is not None:
+    for name, expert in experts.items():
+        tuner.add_expert(name, *expert)
+    if router is not None:
         preview.new_are_added(tuner.layer)
         if router is not tuner.router:
             tuner.set_router(router)
@@ -379,7 +345,7 @@ def _read_expert(
 ) -> NewExpert:
     if not (folder / CONFIG_NAME).is_file():
         raise InvalidExpertError(f"{folder} is not an expert and not a collection: it has no {CONFIG_NAME}.")
-    config = read_config(folder)
+    config = validation.read_config(folder)
     config.inference_mode, config.allow_mismatch = True, allow_mismatch
     base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
     try:
@@ -387,12 +353,10 @@ def _read_expert(
     except ValueError as error:
         raise InvalidExpertError(f"{folder}: {error}") from error
     if isinstance(model, PeftModel) and not isinstance(base.get_submodule(head.name), LucaLayer):
-        there = tuner_of(model).targeted_module_names[0]
-        raise InvalidExpertError(
-            f"{folder}: the expert goes in place of {head.name!r}, but those of the model in place of {there!r}."
-        )
+        where = f"in place of {head.name!r}, but those of the model in place of {find_layer(base)[0]!r}"
+        raise InvalidExpertError(f"{folder}: the expert goes {where}.")
     check_expert_name(name, model, head.name)
-    tensors = read_weights(folder, config, head.name, head.width)
+    tensors = validation.read_weights(folder, config, head.name, head.width)
     if config.fingerprint is None and not config.allow_mismatch:
         reason = "does not say which backbone it was trained on: its config has no fingerprint"
         raise InvalidExpertError(f"expert {name!r} {reason}. Set allow_mismatch=True to load it all the same.")
@@ -403,12 +367,12 @@ def _read_expert(
     config.classes = check_classes([rename.get(label, label) for label in classes])
     if not statistics or not (folder / STATISTICS_NAME).is_file():
         return NewExpert(config, tensors, None)
-    found = read_statistics(folder)
-    if list(found.classes) != classes or found.means.shape[1] != head.width:
-        raise InvalidExpertError(
-            f"{folder / STATISTICS_NAME} is of the classes {list_names(found.classes)} in {found.means.shape[1]} "
-            f"dimensions, but the expert has {list_names(classes)} in {head.width}. Load it with statistics=False."
-        )
+    found = validation.read_statistics(folder)
+    width = found.means.shape[1]
+    if list(found.classes) != classes or width != head.width:
+        of, needed = list_names(found.classes), f"the expert has {list_names(classes)} in {head.width}"
+        reason = f"{folder / STATISTICS_NAME} is of the classes {of} in {width} dimensions, but {needed}"
+        raise InvalidExpertError(f"{reason}. Load it with statistics=False.")
     return NewExpert(config, tensors, replace(found, classes=tuple(config.classes)))
 
 
@@ -420,13 +384,11 @@ def _prepare_router(manifest: Manifest | None, current: Router | None, experts: 
         if router is not None:
             experts.prepared(router)
     except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
-        if saved is None or manifest is None:
-            reason = f"the router {current!r}, which is set, cannot use the experts: {error}"
-            raise InvalidExpertError(
-                f"{reason} To load them all the same, call set_router('entropy') first."
-            ) from error
-        raise InvalidExpertError(
-            f"{manifest.path} asks for the router {show(saved)}: {error} To load its experts without the "
-            f"router, load them one by one: load_expert(model, source, {manifest.names[0]!r})."
-        ) from error
+        reason = f"the router {current!r}, which is set, cannot use the experts"
+        remedy = "To load them all the same, call set_router('entropy') first"
+        if manifest and saved is not None:
+            reason = f"{manifest.path} asks for the router {show(saved)}"
+            one = f"load_expert(model, source, {manifest.names[0]!r})"
+            remedy = f"To load its experts without the router, load them one by one: {one}"
+        raise InvalidExpertError(f"{reason}: {error} {remedy}.") from error
     return router

@@ -235,7 +235,7 @@ def _check_statistics(tensors: Mapping[str, Tensor]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON file that must hold an object."""
-    _check_size(path, MAX_JSON_BYTES)
+    _check_file(path)
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -252,8 +252,7 @@ def _read_tensors(
     Reads the tensors and the metadata of a safetensors file. `make_specs` says what it must have, by what it has.
     `hint` is added to errors about names and shapes.
     """
-    _check_size(path, MAX_EXPERT_BYTES)
-    _check_digest(path)
+    _check_file(path)
     try:
         with safe_open(path, framework="pt") as file:  # checks that the header describes the whole file
             metadata = file.metadata() or {}
@@ -279,21 +278,21 @@ def _check_specs(path: Path, found: Header, specs: Specs, hint: str) -> None:
             raise InvalidExpertError(f"{path}: {reason}.{hint}")
 
 
-def _check_size(path: Path, most: int) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise InvalidExpertError(f"{path} cannot be read: {error}.") from error
+def check_size(path: str, size: int) -> None:
+    """Refuses a file that is too large, before it is downloaded or read."""
+    most = MAX_JSON_BYTES if path.endswith(".json") else MAX_EXPERT_BYTES
     if size > most:
         raise InvalidExpertError(f"{path} has {size} bytes, more than the {most} that are read.")
 
 
-def _check_digest(path: Path) -> None:
-    """In the Hub's cache a large file is named by the digest that the Hub gave for it."""
-    wanted = path.resolve().name
-    if not path.is_symlink() or not re.fullmatch("[0-9a-f]{64}", wanted):
-        return
-    if _digest(path) != wanted:
+def _check_file(path: Path) -> None:
+    try:
+        check_size(str(path), path.stat().st_size)
+    except OSError as error:
+        raise InvalidExpertError(f"{path} cannot be read: {error}.") from error
+    # In the Hub's cache a large file is named by the digest that the Hub gave for it.
+    wanted = path.resolve().name if path.is_symlink() else ""
+    if re.fullmatch("[0-9a-f]{64}", wanted) and _digest(path) != wanted:
         raise InvalidExpertError(f"{path} is not the file that the Hub has. Delete it from the cache, and load again.")
 
 

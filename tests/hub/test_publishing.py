@@ -34,7 +34,7 @@ from peft_luca import (
     push_experts,
     save_experts,
 )
-from peft_luca.hub import saving
+from peft_luca.hub import saving, validation
 from peft_luca.hub.saving import EXPERT_FILES
 
 
@@ -207,7 +207,7 @@ def test_an_adapter_of_another_method_beside_the_experts_stays(hub, model):
 def test_what_is_too_large_is_refused_before_it_is_downloaded(hub, model, monkeypatch, bound, most, message):
     push(model)
     of_alpha = sum(len(body) for path, body in hub.repos["owner/two"].files.items() if path.startswith("alpha/"))
-    monkeypatch.setattr(saving, bound, most or of_alpha)
+    monkeypatch.setattr(saving if bound == "MAX_DOWNLOAD_BYTES" else validation, bound, most or of_alpha)
     hub.requests.clear()
     assert_refused(lambda model: load_experts(model, "owner/two"), message, InvalidExpertError)
     assert not hub.asked("/lfs/")
