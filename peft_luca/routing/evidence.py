@@ -38,7 +38,7 @@ def collect_with_evidence(
 ) -> ClassStatistics:
     """
     Computes the statistics of the images of one task, see [`ClassStatistics.collect`], and their evidence. Where every
-    class has many images and no random features are asked for, they are tried, and kept if the evidence is for them.
+    class has many images and no random features are asked for, they are kept, for all experts to decide.
     """
     is_trial = not random_features and int(labels.bincount(minlength=len(classes)).min()) >= MANY_IMAGES
     width = RANDOM_FEATURES if is_trial else random_features
@@ -72,15 +72,7 @@ def with_evidence(statistics: ClassStatistics, x: Tensor, labels: Tensor, keep_g
     statistics = replace(statistics, losses=sums)
     if keep_gram:
         return statistics
-    if speaks_against_ridge(sums):
-        return replace(statistics, gram=None, random_sums=None, losses=None)
     return statistics.compress_gram(GRAM_RANK)
-
-
-def speaks_against_ridge(losses: Tensor) -> bool:
-    """Whether every weight is worse than the prior by more than its standard error: one alone is often unsure."""
-    total, squares = losses.unbind(dim=1)
-    return bool((total - total[0] > squares.sqrt())[1:].all())
 
 
 def left_out(x: Tensor, y: Tensor, alpha: Callable[[Tensor], Tensor], gamma: float) -> tuple[Tensor, Tensor]:
