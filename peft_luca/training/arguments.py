@@ -41,17 +41,9 @@ KINDS: dict[str, tuple[type, str]] = {
 }
 
 # The least value of a number, once the recipe has filled it.
-LEAST = {
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 0,
-    "num_train_epochs": 0,
-    "l1_weight": 0,
-    "augmented_views": 0,
-    "statistics_random_features": 0,
-    "statistics_rank": -1,
-}
+LEAST = dict.fromkeys("learning_rate num_train_epochs l1_weight augmented_views statistics_random_features".split(), 0)
+LEAST |= dict.fromkeys("per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps".split(), 1)
+LEAST |= {"statistics_rank": -1}
 
 
 def _field(default: Any, help: str, *choices: str) -> Any:
@@ -63,10 +55,9 @@ class ContinualTrainingArguments(TrainingArguments):
     """
     Arguments of [`ContinualTrainer`]: those of [`~transformers.TrainingArguments`], and these.
 
-    A recipe fills only the fields that were left unset, among them `learning_rate`, `num_train_epochs`,
-    `per_device_train_batch_size`, `optim`, `optim_args` and `lr_scheduler_type`. The gradient is not clipped
-    (`max_grad_norm=0`), and no checkpoints are written within a task (`save_strategy="no"`), unless set. With
-    `num_train_epochs=0` an expert is made of class means alone.
+    A recipe fills only the fields that were left unset, among them `learning_rate`, `num_train_epochs`, `optim` and
+    `per_device_train_batch_size`. The gradient is not clipped (`max_grad_norm=0`), and no checkpoints are written
+    within a task (`save_strategy="no"`), unless set. With `num_train_epochs=0` an expert is class means alone.
 
     Args:
         recipe (`str`, *optional*, defaults to `"own"`):
@@ -106,8 +97,7 @@ class ContinualTrainingArguments(TrainingArguments):
         statistics_rank (`int`, *optional*, defaults to `64`): Rows (of d) kept of each class's scatter; -1 for all.
         statistics_random_features (`int`, *optional*, defaults to `0`): M of the `ridge` router, 4·M² bytes an expert.
         plots (`bool`, *optional*, defaults to `False`):
-            When `train` ends, draw the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and
-            into TensorBoard if `report_to` has it. Needs matplotlib and scikit-learn.
+            Call [`~ContinualTrainer.save_plots`] when `train` ends. Needs matplotlib and scikit-learn.
     """
 
     # TrainingArguments has other defaults for these; None means that the recipe sets them.

@@ -73,10 +73,9 @@ class ContinualTrainer(PublishingTrainer):
         if isinstance(model, PeftModel):
             tuner_of(model).layer.experts.prepared(args.make_router())  # raises if an expert lacks statistics
             warn_of_processor(tuner_of(model).layer.configs, processing_class)
-        options = {"channels": channels_of(model), **template.images}
-        collator = ImageCollator(processing_class, stream.image_column, **options)
+        images = ImageCollator(processing_class, stream.image_column, channels=channels_of(model), **template.images)
         # Trainer asks for an evaluation set when args.eval_strategy is set: each task brings its own.
-        given: dict[str, Any] = {"processing_class": processing_class, "data_collator": collator, "eval_dataset": []}
+        given: dict[str, Any] = {"processing_class": processing_class, "data_collator": images, "eval_dataset": []}
         super().__init__(model=model, args=args, **given, **kwargs)
         kwargs.pop("callbacks", None)  # tasks share the handler's
         self._task_arguments = kwargs
@@ -86,8 +85,6 @@ class ContinualTrainer(PublishingTrainer):
         self.task_features = TaskFeatures(self)
         self._records: list[Record] = []  # one per learned task, as results.json has them
         self._saved: list[str] = []  # experts in the folder when it was last looked at
-
-    # ---- the stream ----------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """
@@ -117,11 +114,7 @@ class ContinualTrainer(PublishingTrainer):
 
     def train_task(self, task: Task | DatasetLike, name: str | None = None) -> TrainOutput:
         """
-        Learns one more task.
-
-        Args:
-            task ([`Task`] or dataset): A task of the stream, or a dataset, which is appended to the stream.
-            name (`str`, *optional*): The new task's name, for a dataset.
+        Learns one more task: a [`Task`] of the stream, or a dataset, which is appended to the stream under the name.
         """
         with self.folder.lock():
             known = task if isinstance(task, Task) else self.stream.append(task, name)
@@ -226,8 +219,7 @@ class ContinualTrainer(PublishingTrainer):
         self._saved = list(self.tuner.experts)
         if self.args.push_to_hub and self.args.hub_strategy == HubStrategy.EVERY_SAVE:
             self._push_in_background(f"{task.name} learned")
-        counts = len(self._records), len(self.stream)
-        print_line(self.args, task_line(*counts, record, results, len(self.tuner.classes)))
+        print_line(self.args, task_line(len(self.stream), results, len(self.tuner.classes)))
         self.log({f"stage_{name}": value for name, value in results.items() if isinstance(value, float)})
 
     def _drop_expert(self, task: Task) -> None:
@@ -251,8 +243,6 @@ class ContinualTrainer(PublishingTrainer):
             self.model.delete_adapter(adapter_name)
             self._set_router()
             self._resume()
-
-    # ---- evaluating ----------------------------------------------------------------------------------------------
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -294,8 +284,8 @@ class ContinualTrainer(PublishingTrainer):
 
     def features(self, task: Task, split: str) -> FeatureDataset:
         """
-        [CLS] of the `"train"` or `"test"` images of a task of the stream, `features` (images, d), with the stream's
-        global labels, computed once and kept in `args.features_cache_dir`. With several processes all must call it.
+        [CLS] (images, d) of a task's `"train"` or `"test"` images, with the stream's global labels, computed once and
+        kept in `args.features_cache_dir`. With several processes all must call it.
         """
         return self.task_features.get(task, split)
 
@@ -321,8 +311,6 @@ class ContinualTrainer(PublishingTrainer):
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """As [`~transformers.Trainer.log_metrics`]; lists and figures that were not measured are left out."""
         super().log_metrics(split, numbers(metrics))
-
-    # ---- resuming and saving -------------------------------------------------------------------------------------
 
     @property
     def _learned(self) -> set[str]:
@@ -351,8 +339,8 @@ class ContinualTrainer(PublishingTrainer):
             self._set_router()
         if taken_up := records[len(self._records) :]:
             self.state.global_step += sum(record["steps"] for record in taken_up)
-            done = f"{len(records)} of {pluralize(len(self.stream), 'task')}"
-            print_line(self.args, f"resuming after {done} found in {self.folder.path}")
+            done = f"{len(records)} of {pluralize(len(self.stream), 'task')} found in {self.folder.path}"
+            print_line(self.args, f"resuming after {done}")
         self._records, self._saved = records, saved
         if pending is not None:
             if records:

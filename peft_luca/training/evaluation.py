@@ -125,12 +125,9 @@ def measure_stage(
 ) -> Measured:
     """
     Measures a model on the test images of each learned task (`tests`: [CLS], with the expert's own labels), with the
-    router that is set. `whole` routes all test images of a task as one batch.
-
-    Returns:
-        `dict`: per task, or `None` where not measured: `accuracy` over all classes, routed; `routing`, the share of
-        images for which the router chose the task's own expert; `task_known`, that expert's accuracy over its classes;
-        `entropy`, as `accuracy` by the paper's router.
+    router that is set. `whole` routes all test images of a task as one batch. Returns per task, or `None` where not
+    measured: `accuracy` over all classes, routed; `routing`, the share of images for which the router chose the task's
+    own expert; `task_known`, that expert's accuracy over its classes; `entropy`, as `accuracy` by the paper's router.
     """
     experts, paper = list(tuner.experts), make_router("entropy")
     measured = Measured(accuracy=[], routing=[], task_known=[], entropy=[])
@@ -153,12 +150,11 @@ def measure_stage(
 
 def measure(trainer: Any, records: list[Record]) -> Measured:
     """What the model reaches on the learned tasks, computed by one process for all."""
-    names, measured = [record["name"] for record in records], None
+    names, measured, args = [record["name"] for record in records], None, trainer.args
     tests = trainer.task_features.tests(names)
     trainer.model.eval()
     if trainer.is_world_process_zero():
-        is_whole = trainer.args.routing_scope == "batch"
-        measured = measure_stage(trainer.tuner, names, tests, trainer.args.device, is_whole)
+        measured = measure_stage(trainer.tuner, names, tests, args.device, args.routing_scope == "batch")
     (measured,) = broadcast_object_list([measured])
     return measured
 
@@ -179,8 +175,7 @@ def all_figures(trainer: Any, records: list[Record], last: Measured | None = Non
                 warnings.filterwarnings("ignore", "routed accuracy .* is above", UserWarning)
             figures |= summarize(matrix, counts, known, routing)
         if "entropy" in stages[-1]:  # earlier versions did not measure it
-            by_entropy = np.array(stages[-1]["entropy"], dtype=float)
-            figures["entropy_accuracy"] = float(last_accuracy(by_entropy[None], counts))
+            figures["entropy_accuracy"] = last_accuracy(np.array([stages[-1]["entropy"]], dtype=float), counts)
         figures["task_known_forgetting"] = forgetting(_matrix(stages, "task_known"))
     if last is not None and tuner.router != trainer.args.make_router():
         # Earlier stages were measured with another router and cannot be compared with this one.
@@ -199,7 +194,6 @@ def _matrix(stages: list[dict[str, Any]], name: str) -> Floats:
 
 
 def save_plots(trainer: Any) -> list[Path]:
-    """Draws the plots of a run into its folder and into TensorBoard."""
     features, stream, files = trainer.task_features, trainer.stream, []
     tests = features.tests(trainer.tuner.experts)
     images = {t.name: features.images(t, "test")[stream.image_column] for t in stream if t.name in tests}

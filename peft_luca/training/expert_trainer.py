@@ -121,15 +121,13 @@ class ExpertTrainer(PublishingTrainer):
         self.expert = expert or str(tuner.active_adapters[0])
         self.new_expert = new_expert
         self.earlier_steps = 0  # of earlier tasks, whose logs this training's follow
-        is_features = isinstance(train_dataset, FeatureDataset)
-        self._features = train_dataset if features is None and is_features else features
+        self._features = train_dataset if features is None and isinstance(train_dataset, FeatureDataset) else features
         self._module: Any = None
         self._loss_parts: Any = Counter()  # sums since the last log, and of how many steps
         self._has_proximal_step = False
         given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         super().__init__(model=model, args=args, **given, **kwargs)
-        # ExpertModule divides its loss by num_items_in_batch.
-        self.model_accepts_loss_kwargs = True
+        self.model_accepts_loss_kwargs = True  # ExpertModule divides its loss by num_items_in_batch
         self._set_collators(data_collator)
         held = {id(p) for group in getattr(self.optimizer, "param_groups", ()) for p in group["params"]}
         if held and not any(id(p) in held for p in self.model.parameters() if p.requires_grad):
@@ -151,8 +149,7 @@ class ExpertTrainer(PublishingTrainer):
             if config.whitening:
                 data = self._plain_features()
                 tuner.compute_reference(self.expert, data.features, data.labels)
-            elif config.reference or tuner.backbone.image_size is not None:
-                # An expert that does not standardize by it has it as well: it identifies the backbone.
+            elif config.reference or tuner.backbone.image_size is not None:  # it identifies the backbone as well
                 tuner.compute_reference(self.expert)
             if config.init_rows == "class_means":
                 self._set_rows_to_class_means(adapted=False)
@@ -203,18 +200,16 @@ class ExpertTrainer(PublishingTrainer):
             raise ValueError(f"images need a column of images, a column 'labels' and a processing_class; got {found}.")
         names, classes = getattr(features["labels"], "names", None), list(self.tuner.experts[self.expert])
         if names is not None and names != classes:
-            raise ValueError(
-                f"the dataset's labels are {names}, but the classes of expert {self.expert!r} are {classes}. Call "
-                "dataset.align_labels_with_mapping({name: i for i, name in enumerate(classes)}, 'labels')."
-            )
+            remedy = "dataset.align_labels_with_mapping({name: i for i, name in enumerate(classes)}, 'labels')"
+            found = f"the dataset's labels are {names}, but the classes of expert {self.expert!r} are {classes}"
+            raise ValueError(f"{found}. Call {remedy}.")
         return ImageCollator(self.processing_class, columns[0], **image_options(self.model))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         args, dataset = self.args, self.train_dataset
-        loader: Any
         if args.train_sampling_strategy != "random" or not has_length(dataset):
             plain, self.data_collator = self.data_collator, self._train_collator
-            loader = super().get_train_dataloader()
+            loader: Any = super().get_train_dataloader()
             self.data_collator = plain
             return loader
         processes = self.accelerator.num_processes
@@ -240,8 +235,6 @@ class ExpertTrainer(PublishingTrainer):
             labels, ids = inputs["labels"], self.tuner.layer.label_space.own[self.expert]
             inputs["labels"] = torch.where(labels < 0, labels, ids[labels.clamp(min=0)])
         return inputs
-
-    # ---- the loss and its steps ----------------------------------------------------------------------------------
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self._module is None:
@@ -270,10 +263,9 @@ class ExpertTrainer(PublishingTrainer):
         return loss
 
     def _refuse_numbers(self, found: str, steps: int) -> None:
-        raise FloatingPointError(
-            f"expert {self.expert!r}, step {self.state.global_step + steps}: {found}. The expert is given up. Look at "
-            f"its images, or train in another output_dir with a learning_rate below {self.args.learning_rate}."
-        )
+        place = f"expert {self.expert!r}, step {self.state.global_step + steps}"
+        remedy = f"train in another output_dir with a learning_rate below {self.args.learning_rate}"
+        raise FloatingPointError(f"{place}: {found}. The expert is given up. Look at its images, or {remedy}.")
 
     def create_optimizer(self, model: Any = None) -> Any:
         optimizer = super().create_optimizer(model)
@@ -297,8 +289,6 @@ class ExpertTrainer(PublishingTrainer):
         )
         self._created_lr_scheduler = True
         return self.lr_scheduler
-
-    # ---- logging, evaluating and saving --------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._loss_parts:

@@ -103,11 +103,9 @@ def summarize(
     known = _last_stage_mean("task_known", task_known, measured, images)
     # An image may be answered right by another task's expert, so this can happen by a little, and is never wrong.
     if known is not None and routed > known + 1e-9:
-        warnings.warn(
-            f"routed accuracy {routed:.4f} is above accuracy with the task known {known:.4f}: check for a leak of the "
-            "task into the evaluation (batches sorted by class and routed as a whole, a task id among the inputs)",
-            stacklevel=2,
-        )
+        found = f"routed accuracy {routed:.4f} is above accuracy with the task known {known:.4f}"
+        leaks = "batches sorted by class and routed as a whole, a task id among the inputs"
+        warnings.warn(f"{found}: check for a leak of the task into the evaluation ({leaks})", stacklevel=2)
     return {
         "average_accuracy": or_none(average_accuracy(measured, images)),
         "last_accuracy": or_none(routed),
@@ -127,10 +125,8 @@ class ContinualAccuracy(evaluate.Metric):
     One row per prediction: `predictions` and `references` are class ids; `task` is the index of the image's task and
     `stage` that of the last task learned. Optional columns: `experts`, the task whose expert was chosen (gives
     `routing_accuracy`), and `task_known_predictions`, the class ids predicted by the task's own expert (gives
-    `task_known_accuracy`). Every stage must predict all of a task's test images.
-
-    Args:
-        **kwargs: Arguments of [`evaluate.Metric`]. `keep_in_memory` defaults to `True` unless `num_process > 1`.
+    `task_known_accuracy`). Every stage must predict all of a task's test images. Takes the arguments of
+    [`evaluate.Metric`]; `keep_in_memory` defaults to `True` unless `num_process > 1`.
 
     Example:
 
@@ -168,13 +164,11 @@ class ContinualAccuracy(evaluate.Metric):
         rows = {name: np.asarray(column) for name, column in batch.items() if column is not None}
         for name, column in rows.items():
             if column.shape != (rows["predictions"].size,) or column.dtype.kind not in "iu":
-                raise ValueError(
-                    f"{name} must be {rows['predictions'].size} ints, one per prediction, got {column.dtype} of shape "
-                    f"{column.shape}; for logits pass logits.argmax(-1)"
-                )
-        for name in _OPTIONAL:  # evaluate has no optional columns
-            rows.setdefault(name, np.full(rows["predictions"].size, _NOT_GIVEN))
-        super().add_batch(**rows)
+                needed = f"{rows['predictions'].size} ints, one per prediction"
+                found = f"{column.dtype} of shape {column.shape}"
+                raise ValueError(f"{name} must be {needed}, got {found}; for logits pass logits.argmax(-1)")
+        left_out = {name: np.full(rows["predictions"].size, _NOT_GIVEN) for name in _OPTIONAL}
+        super().add_batch(**{**left_out, **rows})  # evaluate has no optional columns
 
     def add(self, *, prediction: Any = None, reference: Any = None, **kwargs: Any) -> None:
         """Adds one row; the other arguments are named as in [`~ContinualAccuracy.add_batch`]."""
@@ -197,12 +191,9 @@ class ContinualAccuracy(evaluate.Metric):
         np.add.at(images, (stage, task), 1)
         np.add.at(correct, (stage, task), columns["predictions"] == columns["references"])
         counts = images.max(axis=0)
-        if len(uneven := np.argwhere((images > 0) & (images != counts))):
-            i, j = uneven[0]
-            raise ValueError(
-                f"task {j} has {images[i, j]:.0f} test images at stage {i} but {counts[j]:.0f} at another; every "
-                "stage must measure all of a task's test images"
-            )
+        for i, j in np.argwhere((images > 0) & (images != counts)):
+            found = f"task {j} has {images[i, j]:.0f} test images at stage {i} but {counts[j]:.0f} at another"
+            raise ValueError(f"{found}; every stage must measure all of a task's test images")
         last = stage == stage.max()
 
         def per_task(name: str, expected: Any) -> Floats | None:
@@ -229,10 +220,8 @@ def _checked(matrix: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> tupl
     if measured.ndim != 2 or measured.size == 0:
         raise ValueError(f"the accuracy matrix must have the shape (stages, tasks), got {measured.shape}")
     if ((measured < 0) | (measured > 1)).any():
-        raise ValueError(
-            f"accuracies must be fractions in [0, 1] or NaN, got {np.nanmin(measured)} to {np.nanmax(measured)}; "
-            "divide percentages by 100"
-        )
+        found = f"{np.nanmin(measured)} to {np.nanmax(measured)}"
+        raise ValueError(f"accuracies must be fractions in [0, 1] or NaN, got {found}; divide percentages by 100")
     images = np.ones(measured.shape[1]) if counts is None else np.asarray(counts, dtype=np.float64)
     if images.shape != measured.shape[1:] or not (images >= 0).all():
         raise ValueError(f"counts must be the test images of {measured.shape[1]} tasks, none negative, got {images}")
@@ -262,16 +251,16 @@ def _last_stage_mean(argument: str, values: npt.ArrayLike | None, measured: Floa
 
 def _share(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> Floats:
     """part / whole, NaN where there is no whole."""
-    share: Floats = np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=whole > 0)
-    return share
+    return np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=whole > 0)
 
 
 def or_none(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def task_line(done: int, tasks: int, record: Record, figures: dict[str, Any], classes: int) -> str:
+def task_line(tasks: int, figures: dict[str, Any], classes: int) -> str:
     """The line that is printed after a task."""
+    done, record = len(figures["tasks"]), figures["tasks"][-1]
     names = ", ".join(record["classes"][:4]) + (", …" if len(record["classes"]) > 4 else "")
     line = f"task {done}/{tasks} {record['name']} ({names}), {record['seconds']:.1f} s"
     if figures.get("last_accuracy") is None:

@@ -62,11 +62,7 @@ class RunFolder:
     """
     The output folder of a run, and its only writer. `results.json` decides what is true: a task that is in it has been
     learned, and its expert is whole. A change that takes several writes is first written down in a journal, then done,
-    and finished or undone by [`~RunFolder.recover`] if it was cut off.
-
-    Args:
-        path (`str` or `Path`): The folder. It need not exist.
-        is_writer (`bool`, *optional*, defaults to `True`): Whether this process writes.
+    and finished or undone by [`~RunFolder.recover`] if it was cut off. Of several processes one is the writer.
     """
 
     def __init__(self, path: str | Path, is_writer: bool = True) -> None:
@@ -87,8 +83,6 @@ class RunFolder:
             if refusals := [error for error in gather_object([refusal]) if error is not None]:
                 raise refusals[0]
             yield
-
-    # ---- reading -------------------------------------------------------------------------------------------------
 
     def recover(self, names: Iterable[str], deleted: Iterable[str] = ()) -> None:
         """
@@ -125,18 +119,26 @@ class RunFolder:
             ValueError: the folder holds a run of another stream or of other settings, or experts of no run.
         """
         results = self._read(RESULTS_NAME)
-        records = self._records(results)
-        self._check_owner({record["name"] for record in records}, stream)
+        records, found = results.get("tasks") or [], ""
+        missing = [{"settings", "tasks"} - set(results), *(RECORD_KEYS - set(record) for record in records)]
+        if results.get("format", 0) > RESULTS_FORMAT:
+            found = f"has the format {results['format']} of a later version. Update peft_luca, or choose"
+        elif results and any(missing):
+            found = f"does not hold the results of a run: there is no {min(set().union(*missing))!r}. Choose"
+        if found:
+            raise ValueError(f"{self.path / RESULTS_NAME} {found} another output_dir.")
+        learned = {record["name"] for record in records}
+        paths = [self.path / task.name / CONFIG_NAME for task in stream if task.name not in learned]
+        for path in [*paths, *([] if learned else [self.path / MANIFEST_NAME])]:
+            if path.is_file():
+                found = "is of experts that were not learned in this folder, and would be overwritten"
+                raise ValueError(f"{path} {found}. Choose another output_dir.")
         if _identities(records)[: len(known)] != _identities(known):
-            raise ValueError(
-                f"{self.path} does not hold any more what this trainer has learned there: another run was at work in "
-                "it. Make a new trainer, or choose another output_dir."
-            )
+            found = "does not hold any more what this trainer has learned there: another run was at work in it"
+            raise ValueError(f"{self.path} {found}. Make a new trainer, or choose another output_dir.")
         if results and refuse and not known:
-            raise ValueError(
-                f"{self.path} holds a run of {pluralize(len(records), 'task')}. Choose another output_dir, delete it, "
-                "or call train() without resume_from_checkpoint=False to resume it."
-            )
+            remedy = "Choose another output_dir, delete it, or call train() without resume_from_checkpoint=False"
+            raise ValueError(f"{self.path} holds a run of {pluralize(len(records), 'task')}. {remedy} to resume it.")
         if changes := changed_settings(results["settings"], settings) if results else "":
             raise ValueError(f"{self.path} holds a run with other settings ({changes}). Choose another output_dir.")
         self._check_stream(records[len(known) :], stream, digests)
@@ -148,25 +150,6 @@ class RunFolder:
             return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path} cannot be read: {error}. Choose another output_dir.") from error
-
-    def _records(self, results: dict[str, Any]) -> list[Record]:
-        records, found = results.get("tasks", []), ""
-        missing = [{"settings", "tasks"} - set(results), *(RECORD_KEYS - set(record) for record in records)]
-        if results.get("format", 0) > RESULTS_FORMAT:
-            found = f"has the format {results['format']} of a later version. Update peft_luca, or choose"
-        elif results and any(missing):
-            found = f"does not hold the results of a run: there is no {min(set().union(*missing))!r}. Choose"
-        if found:
-            raise ValueError(f"{self.path / RESULTS_NAME} {found} another output_dir.")
-        return list(records)
-
-    def _check_owner(self, learned: set[str], stream: TaskStream) -> None:
-        """Refuses to overwrite experts that no run has learned here."""
-        paths = [self.path / task.name / CONFIG_NAME for task in stream if task.name not in learned]
-        for path in [*paths, *([] if learned else [self.path / MANIFEST_NAME])]:
-            if path.is_file():
-                found = "is of experts that were not learned in this folder, and would be overwritten"
-                raise ValueError(f"{path} {found}. Choose another output_dir.")
 
     def _check_stream(self, records: list[Record], stream: TaskStream, digests: Digests) -> None:
         tasks = {task.name: task for task in stream}
@@ -185,8 +168,6 @@ class RunFolder:
                 continue
             remedy = "Give the stream of that run, with tasks that were added to it, or choose another output_dir"
             raise ValueError(f"{self.path} holds a run of another stream: {found}. {remedy}.")
-
-    # ---- changes -------------------------------------------------------------------------------------------------
 
     def add_expert(self, model: PeftModel, name: str, results: dict[str, Any]) -> None:
         """Saves a learned expert, and results in which its task is learned."""
@@ -290,34 +271,29 @@ def changed_settings(saved: dict[str, Any], settings: dict[str, Any]) -> str:
     one that this version does not have is not compared. With another router what was measured is measured again.
     """
     recipe = saved.get("recipe", "own")
-    defaults = _defaults(ContinualTrainingArguments) | RECIPES.get(recipe, {})
-    defaults |= {"luca_config": _defaults(LucaConfig) | CONFIG_RECIPES.get(recipe, {})}
-    then = _flat({**defaults, "processor": settings["processor"]}) | _flat(saved)
+    of_args, of_config = (
+        {f.name: f.default for f in fields(kind)} for kind in (ContinualTrainingArguments, LucaConfig)
+    )
+    config = of_config | CONFIG_RECIPES.get(recipe, {})
+    then = of_args | RECIPES.get(recipe, {}) | {"luca_config": config, "processor": settings["processor"]}
+    then = _flat(then) | _flat(saved)
     free = ("router", *(PARTS_OF_A_BATCH if "images_per_step" in saved else ["images_per_step"]))
     return ", ".join(
         f"{name}: {then.get(name)!r} there, {now!r} now"
         for name, now in _flat(settings).items()
-        if name not in free and _plain(then.get(name)) != _plain(now)
+        if name not in free and then.get(name) != now
     )
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings by their whole names, such as `luca_config.reduction`."""
+    """Settings by their whole names, such as `luca_config.reduction`. Empty options (`{}`, `""`) are `None`."""
     flat = dict(settings)
     for group in ("luca_config", "processor"):
         flat |= {f"{group}.{name}": value for name, value in (flat.pop(group, None) or {}).items()}
+    for name, value in flat.items():
+        kept = {key: option for key, option in value.items() if option is not None} if type(value) is dict else value
+        flat[name] = None if kept in ({}, "") else kept
     return flat
-
-
-def _defaults(kind: Any) -> dict[str, Any]:
-    return {entry.name: entry.default for entry in fields(kind)}
-
-
-def _plain(value: Any) -> Any:
-    """Empty options are no options: versions of transformers write `{}` or `None`."""
-    if isinstance(value, dict):
-        value = {name: option for name, option in value.items() if option is not None}
-    return None if value in ({}, "") else value
 
 
 def _identities(records: Sequence[Record]) -> list[list[Any]]:

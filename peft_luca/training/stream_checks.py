@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from peft import PeftModel
@@ -52,16 +53,14 @@ def make_template(model: nn.Module, luca_config: LucaConfig | None, recipe: str)
     if isinstance(model, PeftModel):
         tuner = tuner_of(model)
         if luca_config is None:
-            luca_config = next(iter(tuner.peft_config.values())).template()
-            luca_config.classes = None
+            luca_config = replace(next(iter(tuner.peft_config.values())).template(), classes=None)
         if tuner.is_template:
             logger.warning("The expert 'default' is a template: it is removed, and each task gets an expert like it.")
             model = tuner.unload()
     elif luca_layers(model):
-        raise ValueError(
-            "this backbone carries the experts of another PeftModel, such as an earlier trainer's, and training would "
-            "overwrite them. Remove them (`trainer.model.unload()`), or load the backbone again."
-        )
+        found = "this backbone carries the experts of another PeftModel, such as an earlier trainer's"
+        remedy = "Remove them (`trainer.model.unload()`), or load the backbone again"
+        raise ValueError(f"{found}, and training would overwrite them. {remedy}.")
     template = LucaConfig() if luca_config is None else luca_config.template()
     if template.classes is not None:
         raise ValueError("luca_config names classes, but each expert has those of its task. Leave classes out.")
