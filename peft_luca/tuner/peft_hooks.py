@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from .backbone import BackboneFacts, check_backbone, check_same_reference, warn_of_processor
 from .config import LucaConfig
-from .head import Head, check_expert_name, find_head
-from .labels import Labels
+from .head import Head, Labels, check_expert_name, find_head
 from .layer import LucaLayer, find_layer, luca_layers
 
 
@@ -89,10 +88,9 @@ class PeftHooks(BaseTuner):
     def _check_experts(self, names: str | Sequence[str]) -> None:
         for name in [names] if isinstance(names, str) else names:
             if name not in self.peft_config:
-                known = ", ".join(self.peft_config)
                 raise ValueError(
-                    f"there is no expert {name!r}. The model has {known}. Its own head answers within "
-                    "`model.disable_adapter()`."
+                    f"there is no expert {name!r}. The model has {', '.join(self.peft_config)}. Its own head answers "
+                    "within `model.disable_adapter()`."
                 )
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
