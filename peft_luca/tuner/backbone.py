@@ -53,9 +53,8 @@ SETTINGS_TOLERANCE = 0.02
 @torch.no_grad()
 def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor, **options: Any) -> Tensor:
     """
-    [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`. `options` are passed to the model.
-
-    The model itself is not changed, and several threads may call this at once.
+    [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`. `options` are passed to the model, which is not
+    changed: several threads may call this at once.
     """
     output = _without_head(model, head.name)(pixel_values, **options)
     return cls_of(output if isinstance(output, Tensor) else output.logits, head.width, head.input_width)

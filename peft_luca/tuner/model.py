@@ -172,8 +172,8 @@ class LucaModel(PeftHooks):
         self.sync_labels()
         if getattr(getattr(made, "options", None), "routing_scope", "sample") == "batch":
             warnings.warn(
-                "routing_scope='batch' lets one expert answer a whole batch, as the released evaluation does: over a "
-                "test set sorted by class it leaks the task. Use it for comparison with published figures only.",
+                "routing_scope='batch' lets one expert answer a whole batch: over a test set sorted by class it leaks "
+                "the task. Use it for comparison with published figures only.",
                 stacklevel=2,
             )
 
@@ -191,8 +191,7 @@ class LucaModel(PeftHooks):
 
         Args:
             pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Preprocessed images.
-            expert (`torch.Tensor` of shape `(batch,)`, *optional*):
-                Position of the expert that answers each image, in place of the router's choice.
+            expert (`torch.Tensor` of shape `(batch,)`, *optional*): Positions of the experts that answer instead.
         """
         return self.route_features(self.pooled_features(pixel_values), expert)
 

@@ -95,9 +95,8 @@ class PeftHooks(BaseTuner):
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            "a LuCA expert cannot be merged or averaged: it does not change the backbone's weights, it is a module "
-            "between [CLS] and its own class rows. Let set_router choose among experts, or call unload() to get the "
-            "backbone back."
+            "a LuCA expert cannot be merged or averaged: it is no change of the backbone's weights and has its own "
+            "class rows. Let set_router choose among experts, or call unload() to get the backbone back."
         )
 
     unmerge_adapter = _check_merge_allowed = add_weighted_adapter = merge_adapter
