@@ -53,9 +53,8 @@ SETTINGS_TOLERANCE = 0.02
 @torch.no_grad()
 def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor, **options: Any) -> Tensor:
     """
-    [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`. `options` are passed to the model.
-
-    The model itself is not changed, and several threads may call this at once.
+    [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`. `options` are passed to the model, which is not
+    changed: several threads may call this at once.
     """
     output = _without_head(model, head.name)(pixel_values, **options)
     return cls_of(output if isinstance(output, Tensor) else output.logits, head.width, head.input_width)
@@ -76,14 +75,10 @@ class BackboneFacts:
     """
     What is known of a backbone, whatever its experts: computed once for the weights that it has.
 
-    Attributes:
-        fingerprint (`str` or `None`):
-            SHA-256 over the digests of the trunk's tensors in their order, which stays when transformers renames them.
-            `None` while the weights are on the meta device.
-        old_fingerprint (`str` or `None`): Over the sorted digests, as experts of earlier versions have it.
-        settings (`dict`): Those of [`SETTINGS`] that the model has.
-        architecture (`dict`): The model's class and its config, without the entries that do not move [CLS].
-        image_size (`int` or `None`): Side of the images that the model takes, in pixels.
+    `fingerprint` is the SHA-256 over the digests of the trunk's tensors in their order, which stays when transformers
+    renames them; `old_fingerprint` is over the sorted digests, as experts of earlier versions have it. Both are `None`
+    while the weights are on the meta device. `settings` are those of [`SETTINGS`] that the model has, `architecture`
+    its class and its config without the entries that do not move [CLS].
     """
 
     _known: ClassVar[WeakKeyDictionary[nn.Module, BackboneFacts]] = WeakKeyDictionary()
@@ -98,7 +93,7 @@ class BackboneFacts:
         self.settings = _plain({**values, **(values.get("vision_config") or {})}, SETTINGS)
         self.architecture = {name: value for name, value in values.items() if name not in NOT_OF_THE_TRUNK}
         self.architecture["class"] = type(model).__qualname__
-        self.image_size = _first(getattr(config, "image_size", None))
+        self.image_size = _first(getattr(config, "image_size", None))  # side in pixels
         self.patch_size = _first(getattr(config, "patch_size", None))
         self.interpolates = getattr(config, "model_type", None) in CLS_AND_PATCHES
         self.interpolates_if_asked = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
@@ -179,10 +174,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], names: Itera
 
 
 def warn_of_processor(experts: Mapping[str, LucaConfig], processing_class: Any = None) -> None:
-    """
-    Warns of experts that were trained with another image processor than the one that is given, or, without it, than
-    that of the first expert whose processor is known. Names what differs.
-    """
+    """Warns of experts trained with another image processor than the one given, or else the first that is known."""
     known = {name: config.processor for name, config in experts.items() if config.processor}
     here, whose = processor_facts(processing_class), "the one that is given"
     if here is None and known:

@@ -48,8 +48,7 @@ class LucaConfig(PeftConfig):
         norm_position (`str`, *optional*, defaults to `"after_residual"`):
             Position of the adapter's LayerNorm: after the residual sum, as in the authors' code, or
             `"before_residual"`, on the MLP branch alone, as in their README. The parallel arrangement has no residual.
-        scale (`float`, *optional*, defaults to `20.0`):
-            Initial value of σ, the learned scale of the cosine logits σ · cos(LuCA(z), row).
+        scale (`float`, *optional*, defaults to `20.0`): Initial σ, the learned scale of logits σ · cos(LuCA(z), row).
         positive_scale (`bool`, *optional*, defaults to `True`):
             Use |σ|, which cannot turn negative. `False` is the authors' free σ.
         init_rows (`str`, *optional*, defaults to `"class_means"`):
@@ -70,8 +69,7 @@ class LucaConfig(PeftConfig):
             Value of white in images of more than 8 bits, such as 4095 for 12 bits; the same for all experts. By
             default 65535 for integers and 1 for floats.
         target_modules (`str` or `list[str]`, *optional*): Name of the model's head, if it is no `classifier`.
-        fingerprint (`str`, *optional*):
-            Digest of the tensors of the backbone on which the expert was trained, in their places. Filled in.
+        fingerprint (`str`, *optional*): Digest of the tensors of its backbone, in their places. Filled in.
         backbone_settings (`dict`, *optional*): The backbone's settings that move [CLS]. Filled in.
         processor (`dict`, *optional*): What the image processor of its training images does. Filled in.
         allow_mismatch (`bool`, *optional*, defaults to `False`): Load on any backbone. Not saved.
@@ -163,9 +161,8 @@ class LucaConfig(PeftConfig):
 
     def template(self) -> LucaConfig:
         """Returns a copy for other experts: what was filled in is None again, and no backbone is named."""
-        filled: dict[str, Any] = dict.fromkeys(self.filled)
-        facts: dict[str, Any] = dict.fromkeys(("fingerprint", "backbone_settings", "processor"))
-        return replace(self, inference_mode=False, **facts, **filled)
+        blank: dict[str, Any] = dict.fromkeys({*self.filled, "fingerprint", "backbone_settings", "processor"})
+        return replace(self, inference_mode=False, **blank)
 
     def widths(self, width: int) -> tuple[int, int]:
         """Widths of the adapter's and of the calibrator's bottleneck, for [CLS] of width d."""

@@ -29,10 +29,9 @@ class NewExpert(NamedTuple):
 class ExpertStore(nn.Module, BaseTunerLayer):
     """Holds every expert's LuCA module, class rows and reference. [`LucaLayer`] computes with them."""
 
-    # The LuCA module: neither the rows nor σ.
     module_names = tuple(
         "luca_adapter_down luca_adapter_up luca_adapter_norm luca_calibrator_down luca_calibrator_up".split()
-    )
+    )  # the LuCA module: neither the rows nor σ
     adapter_layer_names = (*module_names, "luca_class_rows", "luca_scale")
     other_param_names = ("luca_reference_mean", "luca_reference_std", "luca_whitening")
     containers = (*adapter_layer_names, *other_param_names)

@@ -242,8 +242,7 @@ class LucaLayer(ExpertStore):
             adapter_name (`str`): The expert.
             features (`torch.Tensor` of shape `(images, d)`): [CLS] vectors.
             labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
-            adapted (`bool`, *optional*, defaults to `True`):
-                Means of the adapted features. Otherwise of the standardized [CLS], to start the training from.
+            adapted (`bool`, *optional*, defaults to `True`): Of the adapted features, or of the standardized [CLS].
         """
         rows = self.luca_class_rows[adapter_name]
         counts = torch.bincount(labels, minlength=len(rows))

@@ -34,17 +34,6 @@ class LucaModel(PeftHooks):
         config ([`LucaConfig`]): The configuration of the first expert.
         adapter_name (`str`): Its name.
         low_cpu_mem_usage (`bool`, *optional*, defaults to `False`): Create its weights on the meta device.
-
-    Example:
-
-        ```py
-        >>> from peft import get_peft_model
-        >>> from peft_luca import LucaConfig
-        >>> from transformers import AutoModelForImageClassification
-
-        >>> vit = AutoModelForImageClassification.from_pretrained("google/vit-base-patch16-224-in21k")
-        >>> model = get_peft_model(vit, LucaConfig(classes=["cat", "dog"]))
-        ```
     """
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -184,8 +173,8 @@ class LucaModel(PeftHooks):
         self.sync_labels()
         if getattr(getattr(made, "options", None), "routing_scope", "sample") == "batch":
             warnings.warn(
-                "routing_scope='batch' lets one expert answer a whole batch, as the released evaluation does: over a "
-                "test set sorted by class it leaks the task. Use it for comparison with published figures only.",
+                "routing_scope='batch' lets one expert answer a whole batch: over a test set sorted by class it leaks "
+                "the task. Use it for comparison with published figures only.",
                 stacklevel=2,
             )
 
@@ -203,8 +192,7 @@ class LucaModel(PeftHooks):
 
         Args:
             pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Preprocessed images.
-            expert (`torch.Tensor` of shape `(batch,)`, *optional*):
-                Position of the expert that answers each image, in place of the router's choice.
+            expert (`torch.Tensor` of shape `(batch,)`, *optional*): Positions of the experts that answer instead.
         """
         return self.route_features(self.pooled_features(pixel_values), expert)
 
@@ -253,8 +241,8 @@ class LucaModel(PeftHooks):
         if config.whitening:
             z = reference.mean[None] if features is None else features.cpu()
             labels = torch.zeros(1, dtype=torch.long) if labels is None else labels.cpu()
-            directions = whitening(reference.correlation, (z - mean.cpu()) / std.cpu(), labels)
-            self.layer.luca_whitening[name].copy_(directions)
+            z = (z - mean.cpu()) / std.cpu()
+            self.layer.luca_whitening[name].copy_(whitening(reference.correlation, z, labels))
 
     def collect_statistics(
         self, name: str, features: Tensor, labels: Tensor, rank: int | None = DEFAULT_RANK, random_features: int = 0

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from .backbone import BackboneFacts, check_backbone, check_same_reference, warn_of_processor
 from .config import LucaConfig
-from .head import Head, check_expert_name, find_head
-from .labels import Labels
+from .head import Head, Labels, check_expert_name, find_head
 from .layer import LucaLayer, find_layer, luca_layers
 
 
@@ -91,17 +90,15 @@ class PeftHooks(BaseTuner):
     def _check_experts(self, names: str | Sequence[str]) -> None:
         for name in [names] if isinstance(names, str) else names:
             if name not in self.peft_config:
-                known = ", ".join(self.peft_config)
                 raise ValueError(
-                    f"there is no expert {name!r}. The model has {known}. Its own head answers within "
-                    "`model.disable_adapter()`."
+                    f"there is no expert {name!r}. The model has {', '.join(self.peft_config)}. Its own head answers "
+                    "within `model.disable_adapter()`."
                 )
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            "a LuCA expert cannot be merged or averaged: it does not change the backbone's weights, it is a module "
-            "between [CLS] and its own class rows. Let set_router choose among experts, or call unload() to get the "
-            "backbone back."
+            "a LuCA expert cannot be merged or averaged: it is no change of the backbone's weights and has its own "
+            "class rows. Let set_router choose among experts, or call unload() to get the backbone back."
         )
 
     unmerge_adapter = _check_merge_allowed = add_weighted_adapter = merge_adapter

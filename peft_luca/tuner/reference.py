@@ -35,18 +35,11 @@ WHITENING_NUMBERS = 98304
 
 
 class Reference(NamedTuple):
-    """
-    [CLS] of the reference pictures, in float32.
+    """[CLS] of the reference pictures, in float32."""
 
-    Attributes:
-        mean (`torch.Tensor` of shape `(d,)`): Mean.
-        std (`torch.Tensor` of shape `(d,)`): Deviation; 1 in a dimension that never moves.
-        correlation (`torch.Tensor` of shape `(d, d)`): Covariance of the standardized [CLS].
-    """
-
-    mean: Tensor
-    std: Tensor
-    correlation: Tensor
+    mean: Tensor  # (d,)
+    std: Tensor  # (d,), deviation; 1 in a dimension that never moves
+    correlation: Tensor  # (d, d), covariance of the standardized [CLS]
 
 
 def draw_reference_pictures(count: int, size: int, seed: int = SEED) -> np.ndarray:
@@ -91,10 +84,7 @@ def measure_reference(
 
 
 def kept_reference(about: Mapping[str, Any], measure: Callable[..., Reference], *arguments: Any) -> Reference:
-    """
-    Returns the reference of a backbone from the user's cache, or measures it and keeps it there. `about` is what
-    decides it, as JSON holds it.
-    """
+    """Returns a backbone's reference from the user's cache, by what decides it, or measures it and keeps it there."""
     key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
     path = REFERENCES / f"{key}.safetensors"
     with suppress(OSError, SafetensorError, TypeError):  # missing, spoilt, or of another version
@@ -121,13 +111,8 @@ def whitening(correlation: Tensor, features: Tensor, labels: Tensor) -> Tensor:
     Wolf's strength for as many images as both are worth. The deviation in each of the leading eigenvectors is brought
     down to that in the first one that is left out.
 
-    Args:
-        correlation (`torch.Tensor` of shape `(d, d)`): Of the reference.
-        features (`torch.Tensor` of shape `(images, d)`): Standardized [CLS] of the expert's training images.
-        labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
-
-    Returns:
-        `torch.Tensor` of shape `(d, r)`: W, in float16. The whitened [CLS] is z - W·Wᵀ·z.
+    From the reference's correlation `(d, d)`, the standardized [CLS] `(images, d)` of the expert's training images and
+    their labels `(images,)`, its own ids, comes W `(d, r)` in float16. The whitened [CLS] is z - W·Wᵀ·z.
     """
     d, features = len(correlation), features.double()
     counts = labels.bincount()
