@@ -30,7 +30,7 @@ def pixel_values(model: nn.Module, images: Iterable[Any], processing_class: Any)
 class LucaPipeline(ImageClassificationPipeline):
     """
     An image classification pipeline that reads images as the trainer does. The one of transformers drops alpha and
-    all but 8 bits before the image processor sees an image. Give it to [`~transformers.pipeline`] as `pipeline_class`.
+    all but 8 bits before the image processor sees an image. Give it to its `pipeline` as `pipeline_class`.
     """
 
     def check_model_type(self, supported_models: Any) -> None:

@@ -85,9 +85,7 @@ def entropy_histograms(model: PeftModel, features: Features) -> Figure:
     measured = _measure(model, features)
     own = torch.arange(measured.entropies.shape[1]) == measured.task[:, None]  # (images, experts)
     parts = {"right expert": measured.entropies[own], "other experts": measured.entropies[~own]}
-    figure, (axes,) = _figure(
-        5.6, 3.6, xlabel="entropy (nats)", ylabel="% of images", title="Entropy over all classes"
-    )
+    figure, (axes,) = _figure(5.6, 3.6, xlabel="nats", ylabel="% of images", title="Entropy over all classes")
     edges = list(np.linspace(0, max(1e-6, float(measured.entropies.max())), 31))
     for i, (label, values) in enumerate(parts.items()):
         weights = np.full(len(values), 100 / max(1, len(values)))
