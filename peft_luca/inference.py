@@ -30,18 +30,7 @@ def pixel_values(model: nn.Module, images: Iterable[Any], processing_class: Any)
 class LucaPipeline(ImageClassificationPipeline):
     """
     An image classification pipeline that reads images as the trainer does. The one of transformers drops alpha and
-    all but 8 bits before the image processor sees an image.
-
-    Example:
-
-        ```py
-        >>> from peft_luca import LucaPipeline
-        >>> from transformers import pipeline
-
-        >>> options = {"image_processor": processor, "pipeline_class": LucaPipeline}
-        >>> classify = pipeline("image-classification", model=model, **options)
-        >>> classify("photo.tif", top_k=1)
-        ```
+    all but 8 bits before the image processor sees an image. Give it to its `pipeline` as `pipeline_class`.
     """
 
     def check_model_type(self, supported_models: Any) -> None:
@@ -50,9 +39,8 @@ class LucaPipeline(ImageClassificationPipeline):
     def preprocess(self, image: Any, timeout: float | None = None) -> dict[str, Any]:  # type: ignore[override]
         """An image, its path, or a URL of http, https or data → its pixel values."""
         if isinstance(image, str) and image.startswith(("http://", "https://")):
-            image = {
-                "bytes": get_session().get(image, timeout=timeout, follow_redirects=True).raise_for_status().content
-            }
+            response = get_session().get(image, timeout=timeout, follow_redirects=True)
+            image = {"bytes": response.raise_for_status().content}
         elif isinstance(image, str) and image.startswith("data:"):
             image = {"bytes": base64.b64decode(image.split(",")[-1])}
         return {"pixel_values": pixel_values(self.model, [image], self.image_processor).to(self.dtype)}

@@ -17,16 +17,9 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor, nn
 
 
-# EXIF orientation -> what turns the image upright.
-UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+# What turns an image upright, by its EXIF orientation from 2 to 8.
+METHODS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90".split()
+UPRIGHT = {orientation: Image.Transpose[name] for orientation, name in enumerate(METHODS, start=2)}
 WHITE_REMEDY = "Set LucaConfig(white_level=...) to the value of white, such as 255 or 4095."
 
 
@@ -94,13 +87,9 @@ def _to_eight_bits(image: Image.Image, white_level: float | None) -> Image.Image
 
 
 def make_pixels(images: Iterable[Any], processing_class: Any, **options: Any) -> Tensor:
-    """
-    Images of any kind → pixel values, `(batch, channels, height, width)`: the one way, for training and for use.
-    `options` are those of [`read_image`].
-    """
+    """Images of any kind → pixel values, `(batch, channels, height, width)`. `options` are those of [`read_image`]."""
     read = [read_image(image, **options) for image in images]
-    pixels: Tensor = processing_class(images=read, return_tensors="pt")["pixel_values"]
-    return pixels
+    return processing_class(images=read, return_tensors="pt")["pixel_values"]
 
 
 def read_bytes(image: dict[str, Any]) -> bytes:
@@ -129,7 +118,7 @@ def _missing_source(path: str, error: Exception) -> str | None:
     """Returns why the source of a file (folder, archive, disk, server) is missing, or `None` if only the file is."""
     if not isinstance(error, FileNotFoundError | IsADirectoryError | PermissionError):
         return str(error) or repr(error)
-    archive, outer = "::" in path, path.split("::")[-1].removeprefix("file://")
+    outer = path.split("::")[-1].removeprefix("file://")
     if "://" in outer:
         cause = error.__cause__
         if isinstance(cause, RepositoryNotFoundError | RevisionNotFoundError):
@@ -138,7 +127,7 @@ def _missing_source(path: str, error: Exception) -> str | None:
         # the Hub has no cause.
         only_file = cause is None or isinstance(cause, EntryNotFoundError) or getattr(cause, "status", 0) in (404, 410)
         return None if only_file and isinstance(error, FileNotFoundError) else repr(cause or error)
-    if archive:
+    if "::" in path:
         return None if os.path.isfile(outer) else "its archive does not exist"
     try:
         with os.scandir(os.path.dirname(outer) or ".") as entries:
@@ -168,14 +157,13 @@ def channels_of(model: nn.Module) -> int:
 
 def image_size(processing_class: Any) -> tuple[int, int]:
     """Returns height and width, in pixels, of what an image processor makes."""
-    crop_size, size = getattr(processing_class, "crop_size", None), getattr(processing_class, "size", None)
+    crop_size, size = (dict(getattr(processing_class, name, None) or {}) for name in ("crop_size", "size"))
     for sides in (crop_size, size):
-        if sides and "height" in sides and "width" in sides:
+        if {"height", "width"} <= set(sides):
             return sides["height"], sides["width"]
-    side = (size or {}).get("shortest_edge")
-    if side is None:
-        raise ValueError(f"augmentation needs an image processor with crop_size or size, whose size is not {size}.")
-    return side, side
+    if "shortest_edge" not in size:
+        raise ValueError(f"augmentation needs an image processor with crop_size or size, found size={size or None}.")
+    return size["shortest_edge"], size["shortest_edge"]
 
 
 def random_crop_and_flip(

@@ -83,13 +83,11 @@ def routing_confusion(model: PeftModel, features: Features) -> Figure:
 def entropy_histograms(model: PeftModel, features: Features) -> Figure:
     """Entropy over all classes, of the right expert and of the others. Routing is easy if they hardly overlap."""
     measured = _measure(model, features)
-    right = measured.entropies.gather(1, measured.task[:, None])[:, 0]
-    others = torch.ones_like(measured.entropies, dtype=torch.bool).scatter_(1, measured.task[:, None], False)
-    figure, (axes,) = _figure(
-        5.6, 3.6, xlabel="entropy over all classes (nats)", ylabel="% of images", title="Entropy of the experts"
-    )
+    own = torch.arange(measured.entropies.shape[1]) == measured.task[:, None]  # (images, experts)
+    parts = {"right expert": measured.entropies[own], "other experts": measured.entropies[~own]}
+    figure, (axes,) = _figure(5.6, 3.6, xlabel="nats", ylabel="% of images", title="Entropy over all classes")
     edges = list(np.linspace(0, max(1e-6, float(measured.entropies.max())), 31))
-    for i, (label, values) in enumerate({"right expert": right, "other experts": measured.entropies[others]}.items()):
+    for i, (label, values) in enumerate(parts.items()):
         weights = np.full(len(values), 100 / max(1, len(values)))
         style: dict[str, Any] = {"color": COLORS[(1, 4)[i]], "hatch": HATCHES[i], "alpha": (1.0, 0.7)[i]}
         style |= {"edgecolor": "black", "linewidth": 0.5}
@@ -134,8 +132,7 @@ def misrouted_images(
     wrong.sort(key=lambda row: (labels[row] == predicted[row], float(measured.entropies[row, measured.expert[row]])))
     wrong = wrong[:limit]
     if not wrong:
-        figure, (empty,) = _figure(4.8, 1.6)
-        empty.text(0.5, 0.5, "every image was routed to the expert of its task", ha="center", va="center")
+        figure, (empty,) = _figure(4.8, 1.6, title="every image was routed to the expert of its task")
         empty.set_axis_off()
         return figure
     shown, options = min(len(experts), NAMED), image_options(model)

@@ -452,7 +452,7 @@ def test_the_size_of_a_processor():
     assert image_size(cropping) == (5, 7)
     cropping.crop_size = None
     assert image_size(cropping) == (9, 9)
-    with pytest.raises(ValueError, match="with crop_size or size, whose size is not None"):
+    with pytest.raises(ValueError, match="with crop_size or size, found size=None"):
         image_size(object())
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from peft_luca import FeatureDataset, ImageCollator, LucaConfig, TaskStream
-from peft_luca.data.feature_file import PartialFeatures
+from peft_luca.data.feature_cache import PartialFeatures
 from peft_luca.routing.statistics import ClassStatistics
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,24 +19,24 @@ from datasets import ClassLabel, Dataset, Image, Value, config
 from ..utils import list_names, spelling
 
 
-if TYPE_CHECKING:
-    from typing import Self  # not in Python 3.10
-
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of labels or domains: the names that occur, and which of them each row has."""
+class LabeledImages:
+    """Images with their labels or domains: the names that occur, and which of them each image has."""
 
     description: str  # for errors, such as "column 'label' of the train images"
     feature: Any  # its type
     names: tuple[str, ...]  # in the order of the column
     codes: Indices  # (rows,), indices into names
+    images: Dataset  # the image column alone
 
     @classmethod
-    def read(cls, dataset: Dataset, column: str, description: str) -> Column:
-        """Reads and checks a column."""
+    def read(cls, dataset: Dataset, image_column: str, column: str, description: str) -> LabeledImages:
+        """Reads the images and a column of labels or domains, and checks the column."""
+        # `Image()` lets the trainer read the file itself, whatever the column says about mode and decoding.
+        images = dataset.select_columns([image_column]).with_format(None).cast_column(image_column, Image())
         values = dataset.select_columns([column]).with_format("arrow")[:][column]
         feature, description = dataset.features[column], f"column {column!r} of {description}"
         is_text = isinstance(feature, Value) and feature.dtype in ("string", "large_string")
@@ -50,10 +50,10 @@ class Column:
             row = np.flatnonzero(codes == wrong[0])[0]
             raise ValueError(f"row {row} of {description} is {found[wrong[0]]}, which names no class")
         names = tuple(feature.names[value] if isinstance(feature, ClassLabel) else str(value) for value in found)
-        return cls(description, feature, names, codes)
+        return cls(description, feature, names, codes, images)
 
-    def reorder(self, names: Sequence[str]) -> Self:
-        """Returns the column with other `names`, which must include all that occur."""
+    def reorder(self, names: Sequence[str]) -> LabeledImages:
+        """Returns the images with other `names`, which must include all that occur."""
         position = {name: index for index, name in enumerate(names)}
         if unknown := [name for name in self.names if name not in position]:
             known = {spelling(name): name for name in names}
@@ -63,8 +63,8 @@ class Column:
         lookup = np.array([position[name] for name in self.names], dtype=np.int64)
         return replace(self, names=tuple(names), codes=lookup[self.codes])
 
-    def order_by(self, order: Sequence[str | int], argument: str) -> Self:
-        """Returns the column with its names in an order, given by names or labels, each once."""
+    def order_by(self, order: Sequence[str | int], argument: str) -> LabeledImages:
+        """Returns the images with their names in an order, given by names or labels, each once."""
         by_label: dict[Any, str] = dict(enumerate(getattr(self.feature, "names", ())))
         names = [item if isinstance(item, str) else by_label.get(item, str(item)) for item in order]
         missing, extra = Counter(self.names) - Counter(names), Counter(names) - Counter(self.names)
@@ -74,20 +74,6 @@ class Column:
                 f"{list_names(missing) or 'none'}; repeated or without a train image: {list_names(extra) or 'none'}"
             )
         return self.reorder(names)
-
-
-@dataclass(frozen=True)
-class LabeledImages(Column):
-    """The label column of a dataset, with its images."""
-
-    images: Dataset  # the image column alone
-
-    @classmethod
-    def read_both(cls, dataset: Dataset, image_column: str, label_column: str, description: str) -> LabeledImages:
-        """Reads and checks both columns."""
-        # `Image()` lets the trainer read the file itself, whatever the column says about mode and decoding.
-        images = dataset.select_columns([image_column]).with_format(None).cast_column(image_column, Image())
-        return cls(**vars(Column.read(dataset, label_column, description)), images=images)
 
     def with_labels(self, ids: Mapping[str, int]) -> Dataset:
         """Returns a dataset of the images and `labels`, from ids by class name."""

@@ -11,16 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from datasets import (
-    ClassLabel,
-    Dataset,
-    DatasetDict,
-    Features,
-    Image,
-    IterableDataset,
-    IterableDatasetDict,
-    load_dataset,
-)
+import datasets
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, IterableDataset, IterableDatasetDict
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
 from ..utils import list_names
@@ -41,16 +33,13 @@ def load_splits(
     """Returns the train and the test images of anything that a [`TaskStream`] accepts."""
     if isinstance(dataset, str | Path):
         place = Path(dataset).expanduser()
-        dataset = read_image_folder(place) or load_dataset(str(place if place.exists() else dataset))
+        dataset = read_image_folder(place) or datasets.load_dataset(str(place if place.exists() else dataset))
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         if test_split is None:
-            names = [name for name, split in SPLITS.items() if split != "train"]
-            found = [name for name in names if name in dataset and name != train_split]
+            found = [n for n, split in SPLITS.items() if split != "train" and n in dataset and n != train_split]
             test_split = next((name for name in found if has_labels(dataset[name], label_column)), None)
             if found and test_split != found[0]:
-                used = (
-                    "no images are tested on; set test_size" if test_split is None else f"{test_split!r} is tested on"
-                )
+                used = f"{test_split!r} is tested on" if test_split else "no images are tested on; set test_size"
                 warnings.warn(f"the split {found[0]!r} has no labels in {label_column!r}: {used}.", stacklevel=4)
         if missing := {train_split, test_split} - {None, *dataset}:
             raise ValueError(f"the dataset has no split {missing.pop()!r}; it has {list(dataset)}")
@@ -105,10 +94,9 @@ def read_image_folder(root: Path) -> DatasetDict | None:
         described |= "\nconfigs:" in card.read_text(encoding="utf-8", errors="replace")
     if not images or described:
         return None
-    groups = _group_by_split(root, images)
     features = Features({"image": Image(), "label": ClassLabel(names=sorted({image.parent.name for image in images}))})
     splits = DatasetDict()
-    for split, found in groups.items():
+    for split, found in _group_by_split(root, images).items():
         columns = {"image": [str(image) for image in found], "label": [image.parent.name for image in found]}
         splits[split] = Dataset.from_dict(columns, features)
     return splits
@@ -135,8 +123,8 @@ def _group_by_split(root: Path, images: list[Path]) -> dict[str, list[Path]]:
     groups = {split: [image for image in images if parts[image][0] == top] for top, split in splits.items()}
     below = [{SPLITS[part.lower()] for part in path[:-2] if part.lower() in SPLITS} for path in parts.values()]
     problem = None
-    if splits and len(splits) < len(tops):
-        problem = f"beside the splits {list_names(splits)} there is {list_names(sorted(tops - set(splits)))}"
+    if others := splits and sorted(tops - set(splits)):
+        problem = f"beside the splits {list_names(splits)} there is {list_names(others)}"
     elif len(groups) < len(splits):
         problem = f"the folders {list_names(splits)} name a split twice"
     elif not splits and all(top.lower() in SPLITS for top in tops):

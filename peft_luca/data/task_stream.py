@@ -11,7 +11,7 @@ import numpy as np
 from datasets import Dataset
 
 from ..utils import NAME_RULE, check_classes, list_names, pluralize, warn_about_spellings
-from .labeled_images import Column, Indices, LabeledImages, find_image_column, has_labels, is_integer
+from .labeled_images import Indices, LabeledImages, find_image_column, has_labels, is_integer
 from .sources import SPLITS, DatasetLike, SingleDataset, load_splits
 
 
@@ -48,13 +48,11 @@ class TaskStream:
     dataset is read once, into a temporary file.
 
     Args:
-        label_column (`str`): Column of the labels in the datasets that are read.
-        image_column (`str`, *optional*): Column of the images. Defaults to the only one of type `datasets.Image`.
+        label_column, image_column: See [`~TaskStream.from_dataset`].
     """
 
     def __init__(self, label_column: str, image_column: str | None = None) -> None:
-        self.label_column = label_column
-        self.image_column = image_column or ""  # of an empty stream it may not be known yet
+        self.label_column, self.image_column = label_column, image_column or ""  # which may not be known yet
         self._tasks: list[Task] = []
         self._integer_labels = False
 
@@ -115,8 +113,7 @@ class TaskStream:
                 raise ValueError(f"the dataset has {len(test_task)} test images; leave out test_size={test_size}")
             test, held_out = train, train.hold_out(test_size, seed or 0)
             train_task, test_task = np.where(held_out, -1, train_task), np.where(held_out, train_task, -1)
-        stream._extend(train, test, [f"task_{t}" for t in range(len(ends))], train_task, test_task)
-        return stream
+        return stream._extend(train, test, [f"task_{t}" for t in range(len(ends))], train_task, test_task)
 
     @classmethod
     def from_domains(
@@ -140,15 +137,13 @@ class TaskStream:
             dataset, label_column, image_column, train_split, test_split: As in [`~TaskStream.from_dataset`].
         """
         stream = cls(label_column, image_column)
-        train_data, test_data = load_splits(dataset, train_split, test_split, label_column)
-        domains = Column.read(train_data, domain_column, "the train images")
+        splits = load_splits(dataset, train_split, test_split, label_column)
+        train, test = stream._read(*splits)
+        domains, test_domains = stream._read(*splits, column=domain_column)
         if domain_order is not None:
             domains = domains.order_by(domain_order, "domain_order")
-        test_task = domains.codes[:0]
-        if test_data is not None:
-            test_task = Column.read(test_data, domain_column, "the test images").reorder(domains.names).codes
-        stream._extend(*stream._read(train_data, test_data), domains.names, domains.codes, test_task)
-        return stream
+        test_domains = test_domains.reorder(domains.names)
+        return stream._extend(train, test, domains.names, domains.codes, test_domains.codes)
 
     @classmethod
     def from_tasks(
@@ -163,9 +158,8 @@ class TaskStream:
 
         Args:
             tasks (`Iterable` or `Mapping[str, ...]`):
-                The tasks in order, by name in a mapping, else `task_0`, `task_1`, ... Each is a `Dataset` (no test
-                images), a `DatasetDict` with the splits `train` and `test` (or `validation`), a pair `(train, test)`,
-                or a string or path as in [`~TaskStream.from_dataset`].
+                The tasks in order, by name in a mapping, else `task_0`, `task_1`, ... Each is a dataset as in
+                [`~TaskStream.from_dataset`], with the splits `train` and `test` (or `validation`) if it has any.
             label_column, image_column: As in [`~TaskStream.from_dataset`].
         """
         are_splits = isinstance(tasks, Mapping) and len(tasks) > 0 and set(tasks) <= set(SPLITS.values())
@@ -181,20 +175,16 @@ class TaskStream:
 
     def append(self, dataset: DatasetLike, name: str | None = None) -> Task:
         """
-        Adds a task. Known classes keep their global ids, and new classes get the next ones. A task that is
-        not valid changes nothing.
-
-        Args:
-            dataset: The images of the task, as in [`~TaskStream.from_tasks`].
-            name (`str`, *optional*): Name of the task. Defaults to `task_` and its position.
+        Adds a task of a dataset as in [`~TaskStream.from_tasks`]; its name defaults to `task_` and its position. Known
+        classes keep their global ids, and new classes get the next ones. A task that is not valid changes nothing.
         """
         name = f"task_{len(self)}" if name is None else name
         train, test = self._read(*load_splits(dataset, label_column=self.label_column), of_task=f" of task {name!r}")
         repeated = [class_name for class_name in train.names if class_name in self.classes]
         self._extend(train, test, [name], np.zeros_like(train.codes), np.zeros_like(test.codes))
         # Numbers that start at 0 or 1 may be counted within this task alone. Names of ClassLabel(num_classes=n) too.
-        all_numbers = all(class_name.isdecimal() for class_name in train.names)
-        if repeated and all_numbers and (start := min(map(int, train.names))) <= 1:
+        is_number = all(map(str.isdecimal, train.names))
+        if repeated and is_number and (start := min(map(int, train.names))) <= 1:
             warnings.warn(
                 f"the labels of task {name!r} begin at {start}, and {list_names(repeated, 5)} are taken for classes "
                 "of earlier tasks; if they are not, cast_column the labels to datasets.ClassLabel(names=[...]).",
@@ -215,10 +205,8 @@ class TaskStream:
         """
         Returns a dataset of images with `labels`, the stream's global ids, matched by the names of its classes. Its
         labels are in the column `labels` or in that of the stream. Integers in `labels`, without names, are global ids
-        already. A dataset without labels, or of another kind, is returned as it is.
-
-        Raises:
-            ValueError: a name is not a class of the stream.
+        already. A dataset without labels, or of another kind, is returned as it is. Raises a `ValueError` if a name is
+        not a class of the stream.
         """
         columns = dataset.column_names if isinstance(dataset, Dataset) else []
         for column in ("labels", self.label_column):
@@ -226,7 +214,7 @@ class TaskStream:
                 if column == "labels" and is_integer(dataset.features[column]):
                     return dataset
                 dataset, _ = load_splits(dataset)
-                read = LabeledImages.read_both(dataset, self.image_column, column, "the dataset")
+                read = LabeledImages.read(dataset, self.image_column, column, "the dataset")
                 return read.reorder(self.classes).with_labels({name: i for i, name in enumerate(self.classes)})
         return dataset
 
@@ -240,31 +228,31 @@ class TaskStream:
         return self._tasks[index]
 
     def __repr__(self) -> str:
-        def counts(*tasks: Task) -> str:
+        def summary(classes: Sequence[str], names: str, *tasks: Task) -> str:
             train, test = sum(len(task.train) for task in tasks), sum(len(task.test or ()) for task in tasks)
-            return f"{train} train and {test} test images"
+            return f"{pluralize(len(classes), 'class')}{names}, {train} train and {test} test images"
 
-        tasks, classes = pluralize(len(self), "task"), pluralize(len(self.classes), "class")
-        lines = [f"TaskStream: {tasks}, {classes}, {counts(*self)}"]
+        lines = [f"TaskStream: {pluralize(len(self), 'task')}, {summary(self.classes, '', *self)}"]
         for task in self._tasks[:10]:
-            classes = f"{pluralize(len(task.classes), 'class')} ({list_names(task.classes, 3)})"
-            lines.append(f"  {task.name}: {classes}, {counts(task)}")
+            lines.append(f"  {task.name}: {summary(task.classes, f' ({list_names(task.classes, 3)})', task)}")
         if len(self) > 10:
             lines.append(f"  ... and {pluralize(len(self) - 10, 'more task')}")
         return "\n".join(lines)
 
-    def _read(self, train: Dataset, test: Dataset | None, of_task: str = "") -> tuple[LabeledImages, LabeledImages]:
+    def _read(
+        self, train: Dataset, test: Dataset | None, of_task: str = "", column: str | None = None
+    ) -> tuple[LabeledImages, LabeledImages]:
         """Reads and checks the splits of a dataset. Test images are matched to the classes of the train images."""
         if len(train) == 0:
             raise ValueError(f"the train images{of_task} are none; every task needs at least one")
         self.image_column = self.image_column or find_image_column(train)
-        columns = self.image_column, self.label_column
-        read_train = LabeledImages.read_both(train, *columns, f"the train images{of_task}")
+        columns = self.image_column, column or self.label_column
+        read_train = LabeledImages.read(train, *columns, f"the train images{of_task}")
         if len(self) and self._integer_labels != is_integer(read_train.feature):
             raise ValueError(f"{read_train.description} must hold class names or integers as in the other tasks")
         if test is None or len(test) == 0:
             return read_train, replace(read_train, codes=read_train.codes[:0])
-        read_test = LabeledImages.read_both(test, *columns, f"the test images{of_task}")
+        read_test = LabeledImages.read(test, *columns, f"the test images{of_task}")
         if both := sorted(read_train.files() & read_test.files()):
             # datasets.load_dataset puts a class folder called 'test' into both splits.
             raise ValueError(f"{len(both)} files are both train and test images{of_task}, such as {both[0]}")
@@ -272,7 +260,7 @@ class TaskStream:
 
     def _extend(
         self, train: LabeledImages, test: LabeledImages, names: Sequence[str], train_task: Indices, test_task: Indices
-    ) -> None:
+    ) -> TaskStream:
         """Adds tasks, given their names and to which of them each row belongs. Checks all of them first."""
         taken = {task.name.lower(): task.name for task in self}
         task_classes: list[tuple[str, ...]] = []
@@ -298,3 +286,4 @@ class TaskStream:
             task_test = test_images.select(test_rows) if test_images is not None and len(test_rows) else None
             self._tasks.append(Task(name, task_classes[t], train_images.select(train_rows), task_test))
         self._integer_labels = is_integer(train.feature)
+        return self

@@ -128,25 +128,24 @@ def collection_figures(results: Mapping[str, Any]) -> dict[str, float]:
 
 def expert_figures(results: Mapping[str, Any], name: str) -> dict[str, float]:
     """Figures of one expert after the last task: `task_known_accuracy`, `accuracy`."""
-    tasks = results.get("tasks", [])
-    for i, task in enumerate(tasks):
-        if task["name"] == name:
-            measured = {"task_known_accuracy": tasks[-1]["task_known"][i], "accuracy": tasks[-1]["accuracy"][i]}
-            return {figure: float(value) for figure, value in measured.items() if value is not None}
-    return {}
+    names = [task["name"] for task in results.get("tasks", [])]
+    if name not in names:
+        return {}
+    i, last = names.index(name), results["tasks"][-1]
+    measured = {"task_known_accuracy": last["task_known"][i], "accuracy": last["accuracy"][i]}
+    return {figure: float(value) for figure, value in measured.items() if value is not None}
 
 
 def draw_accuracy_matrix(results: Mapping[str, Any], path: Path) -> bool:
     """Draws the accuracy matrix of a run. Returns whether there was one, and matplotlib to draw it with."""
     try:
-        figure = accuracy_matrix(results)
-    except ValueError:  # nothing was measured
-        return False
+        accuracy_matrix(results).savefig(path, dpi=100, metadata={"Software": None})
+        return True
     except ImportError:
         warnings.warn("the model card has no accuracy matrix: matplotlib is not installed.", stacklevel=2)
-        return False
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-    return True
+    except ValueError:  # nothing was measured
+        pass
+    return False
 
 
 def escape(text: str) -> str:
@@ -161,13 +160,10 @@ def _expert_row(tuner: LucaModel, name: str) -> dict[str, Any]:
     classes, layer = tuner.experts[name], tuner.layer
     shown = ", ".join(map(escape, classes[:5])) + (", …" if len(classes) > 5 else "")
     weights = torch.cat([weight.detach().flatten() for weight in layer.luca_parameters(name).values()])
+    trained = [tensor for key, tensor in layer.tensors(name).items() if not key.startswith(layer.other_param_names)]
     return {
         "name": name,
         "classes": f"{len(classes)}: {shown}",
-        "parameters": sum(
-            tensor.numel()
-            for key, tensor in layer.tensors(name).items()
-            if key.partition(".")[0] in layer.adapter_layer_names
-        ),
+        "parameters": sum(tensor.numel() for tensor in trained),
         "sparsity": float((weights.abs() < SPARSITY_THRESHOLD).float().mean()),
     }

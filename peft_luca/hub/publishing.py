@@ -50,8 +50,7 @@ def push_expert(
     the same again makes no commit.
 
     Args:
-        model ([`~peft.PeftModel`]): The model.
-        name (`str`): The expert.
+        model ([`~peft.PeftModel`]), name (`str`): The model, and its expert.
         repo_id (`str`): The repository. It is created if it does not exist.
         private (`bool`, *optional*): Whether a new repository is private; by default as the owner's settings say.
         revision (`str`, *optional*): Branch to push to. It is created if it does not exist.
@@ -64,9 +63,6 @@ def push_expert(
         results (`dict`, *optional*): What a run's `results.json` holds, for the card.
         card_data (`dict`, *optional*): More metadata for the card, such as `language`, `tags` or `model_name`.
         statistics (`bool`, *optional*, defaults to `True`): Push its statistics too; see [`save_expert`].
-
-    Returns:
-        [`~huggingface_hub.CommitInfo`]: The commit that has the expert.
 
     Raises:
         RuntimeError: somebody else pushed to the repository at the same time, twice.
@@ -108,12 +104,11 @@ def push_experts(
     Args:
         results (`dict`, *optional*): What a run's `results.json` holds; it is pushed too, and shown in the card.
         processing_class (`BaseImageProcessor`, *optional*): The backbone's image processor, to be pushed too.
-        blocking (`bool`, *optional*, defaults to `True`): `False` uploads the model as it is now in the background.
+        blocking (`bool`, *optional*, defaults to `True`):
+            `False` uploads the model as it is now in the background, and returns a future of the commit.
         model, repo_id, private, revision, token, commit_message, base_model, license, datasets, card_data, statistics:
             See [`push_expert`].
 
-    Returns:
-        [`~huggingface_hub.CommitInfo`], or a future of it: The commit that has the experts.
     """
     api, tuner = HfApi(token=token), tuner_of(model)
     message = commit_message or f"Push {pluralize(len(tuner.experts), 'expert')}"
@@ -121,8 +116,7 @@ def push_experts(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         save_experts(model, folder, statistics=statistics)
         facts = CardFacts(_base_model(api, tuner, base_model), license, datasets, results, card_data)
-        for name in tuner.experts:
-            _set_base_model(folder / name, facts.base_model)
+        _set_base_model(folder, facts.base_model)
         if processing_class is not None:
             processing_class.save_pretrained(str(folder))
         if results is not None:
@@ -161,8 +155,7 @@ def list_experts(
         `list` of [`~huggingface_hub.ModelInfo`]: Their `id` is what [`load_experts`] takes.
     """
     tags = [TAGS[0], "peft", *map(model_card.class_tag, check_classes(classes) if classes else ())]
-    if base_model is not None:
-        tags.append(f"base_model:{base_model}")
+    tags += [f"base_model:{base_model}"] if base_model is not None else []
     return list(HfApi(token=token).list_models(author=author, filter=tags))
 
 
@@ -174,8 +167,7 @@ def _mirror(
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     info = api.model_info(repo_id, revision=revision)
     there = {sibling.rfilename for sibling in info.siblings or ()}
-    kinds = {CONFIG_NAME: "a single expert", MANIFEST_NAME: "a collection"}
-    for file, kind in kinds.items():
+    for file, kind in {CONFIG_NAME: "a single expert", MANIFEST_NAME: "a collection"}.items():
         if file in there and not (folder / file).is_file():
             raise ValueError(f"{repo_id} holds {kind}, and cannot hold this too. Push to another repository.")
     pushed = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -204,14 +196,13 @@ def _mirror(
 
 def _pushed_earlier(api: HfApi, repo_id: str, commit: str | None, there: set[str], pushed: set[str]) -> set[str]:
     """Files of a repository that an earlier push wrote: those of its experts, and what lies beside them."""
-    if MANIFEST_NAME in there:
-        path = Path(api.hf_hub_download(repo_id, MANIFEST_NAME, revision=commit))
-        places = [f"{name}/" for name in read_manifest(path.parent).names]
-    elif CONFIG_NAME in there:
-        path = Path(api.hf_hub_download(repo_id, CONFIG_NAME, revision=commit))
-        places = [""] if read_json(path).get("peft_type") == "LUCA" else []
-    else:
-        places = []
+    places = []
+    for file in {MANIFEST_NAME, CONFIG_NAME} & there:
+        path = Path(api.hf_hub_download(repo_id, file, revision=commit))
+        if file == MANIFEST_NAME:
+            places = [f"{name}/" for name in read_manifest(path.parent).names]
+        elif read_json(path).get("peft_type") == "LUCA":
+            places = [""]
     beside = {PICTURE_NAME, RESULTS_NAME, *(file for file in pushed if "/" not in file)} if places else set()
     return there & (beside | {f"{place}{file}" for place in places for file in EXPERT_FILES})
 
@@ -219,21 +210,21 @@ def _pushed_earlier(api: HfApi, repo_id: str, commit: str | None, there: set[str
 def _base_model(api: HfApi, tuner: LucaModel, given: str | None) -> str | None:
     """Returns the Hub id of the backbone: as given, or where it was loaded from. Never a path."""
     name = str(given or getattr(tuner.model, "name_or_path", None) or "")
-    if not name:
-        return None
     with suppress(HFValidationError):
-        if not Path(name).exists() and api.repo_exists(name):
+        if name and not Path(name).exists() and api.repo_exists(name):
             return name
     if given is not None:
         raise ValueError(f"base_model must be the id of a model on the Hub, got {given!r}.")
-    message = f"the backbone was loaded from {name!r}, which is not on the Hub. Set base_model='owner/name'."
-    warnings.warn(message, stacklevel=3)
+    if name:
+        message = f"the backbone was loaded from {name!r}, which is not on the Hub. Set base_model='owner/name'."
+        warnings.warn(message, stacklevel=3)
     return None
 
 
 def _set_base_model(folder: Path, base_model: str | None) -> None:
-    """Names the backbone in an expert's config by its Hub id, in place of where it was loaded from."""
-    write_json(folder / CONFIG_NAME, read_json(folder / CONFIG_NAME) | {"base_model_name_or_path": base_model})
+    """Names the backbone in the experts' configs by its Hub id, in place of where it was loaded from."""
+    for path in folder.rglob(CONFIG_NAME):
+        write_json(path, read_json(path) | {"base_model_name_or_path": base_model})
 
 
 def _add_metrics(path: Path, results: Mapping[str, Any]) -> None:

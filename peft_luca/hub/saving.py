@@ -49,9 +49,7 @@ def save_expert(model: PeftModel, name: str, directory: Source, *, statistics: b
     once the new one is written.
 
     Args:
-        model ([`~peft.PeftModel`]): The model.
-        name (`str`): The expert.
-        directory (`str` or `PathLike`): The folder.
+        model ([`~peft.PeftModel`]), name (`str`), directory (`str` or `PathLike`): The model, its expert, the folder.
         statistics (`bool`, *optional*, defaults to `True`):
             Write the statistics of its training images too, where it has them. They reveal each class's count, mean
             and main directions, which for a class of few images is nearly its images' features. `False` also removes
@@ -95,10 +93,8 @@ def save_experts(
     a collection that is there already, experts that the model does not have are deleted.
 
     Args:
-        model ([`~peft.PeftModel`]): The model.
-        directory (`str` or `PathLike`): The folder.
+        model, directory, statistics: See [`save_expert`].
         names (`Sequence[str]`, *optional*): The experts to write; the manifest always lists all. All by default.
-        statistics (`bool`, *optional*, defaults to `True`): Write their statistics too; see [`save_expert`].
 
     Raises:
         ValueError: the router is a function, or it needs the statistics that are left out.
@@ -171,7 +167,7 @@ def load_experts(
             it, they are compared with one another.
 
     Returns:
-        [`~peft.PeftModel`]: With the router of the collection when there was one source; otherwise with the one that
+        [`~peft.PeftModel`]: With the router of the collection if it is the only source; otherwise with the one that
         the model has, or `"auto"` if it has none and several experts.
 
     Raises:
@@ -186,17 +182,17 @@ def load_experts(
         folder = _local(source, revision, token, None, statistics)
         if not (folder / MANIFEST_NAME).is_file():
             folders.append((name or _name_after(source, model), folder))
-            continue
-        if name is not None:
+        elif name is not None:
             raise ValueError(f"{source} is a collection, whose experts have names: it cannot be called {name!r}.")
-        manifest = validation.read_manifest(folder)
-        folders += [(expert, folder / expert) for expert in manifest.names]
+        else:
+            manifest = validation.read_manifest(folder)
+            folders += [(expert, folder / expert) for expert in manifest.names]
     if not folders:
         raise ValueError("there are no experts to load: the list is empty.")
-    one = manifest if len(named) == 1 else None
-    loaded = _load(model, folders, one, rename or {}, allow_mismatch, statistics, processing_class)
+    manifest = manifest if len(named) == 1 else None
+    loaded = _load(model, folders, manifest, rename or {}, allow_mismatch, statistics, processing_class)
     tuner = tuner_of(loaded)
-    if one is None and tuner.router is None and len(tuner.experts) > 1:
+    if manifest is None and tuner.router is None and len(tuner.experts) > 1:
         tuner.layer.router = router = AutoRouter()  # prepared when it is used, since another may be set before
         tuner.sync_labels()
         experts = tuner.layer.experts
@@ -235,8 +231,7 @@ def load_expert(
             raise ValueError(f"{source} is a collection of {list_names(names)}. Name one of them, got {name!r}.")
         folder = folder / str(name)
     name = name or _name_after(source, model)
-    renamed = {name: rename} if rename else {}
-    return _load(model, [(name, folder)], None, renamed, allow_mismatch, statistics, processing_class)
+    return _load(model, [(name, folder)], None, {name: rename or {}}, allow_mismatch, statistics, processing_class)
 
 
 def _local(source: Source, revision: str | None, token: str | bool | None, name: str | None, statistics: bool) -> Path:
@@ -291,11 +286,10 @@ def _name_after(source: Source, model: nn.Module) -> str:
     """Makes a name for a single expert from the last part of its id, in letters that a name may have."""
     path = Path(source).resolve() if Path(source).is_dir() else Path(source)
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", path.name)
-    try:
+    with suppress(ValueError):
         check_expert_name(name, model)
-    except ValueError:
-        return f"expert-{name}"
-    return name
+        return name
+    return f"expert-{name}"
 
 
 def _load(
@@ -310,7 +304,7 @@ def _load(
     """Reads and checks everything, then adds the experts to the model."""
     tuner = tuner_of(model) if isinstance(model, PeftModel) else None
     names = [name for name, _ in folders]
-    counts = Counter(name.lower() for name in [*(tuner.experts if tuner else ()), *names])  # as folders' names are
+    counts = Counter(map(str.lower, [*(tuner.experts if tuner else ()), *names]))  # as folders' names are
     if twice := [name for name in names if counts[name.lower()] > 1]:
         raise ValueError(f"more than one expert is called {twice[0]!r}. Give names: {{'name': source, ...}}.")
     if unknown := sorted(set(rename) - set(names)):

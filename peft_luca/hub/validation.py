@@ -50,9 +50,8 @@ def read_config(folder: Path) -> LucaConfig:
     """Reads the config of the expert in a folder. Unknown keys are refused."""
     path = folder / CONFIG_NAME
     values = read_json(path)
-    if values.get("peft_type") != "LUCA":
-        kind = show(values.get("peft_type"))
-        raise InvalidExpertError(f"{path} holds an adapter of type {kind}, not a LuCA expert.")
+    if (kind := values.get("peft_type")) != "LUCA":
+        raise InvalidExpertError(f"{path} holds an adapter of type {show(kind)}, not a LuCA expert.")
     # A stranger must not set allow_mismatch, which switches the check of the backbone off.
     known = {"head", *(field.name for field in fields(LucaConfig))} - {"allow_mismatch"}
     if unknown := sorted(set(values) - known):
@@ -213,12 +212,11 @@ def _check_statistics(tensors: Mapping[str, Tensor]) -> None:
     fit = (rows >= 0) & (rows <= min(n, d)) & (rows < counts) & (rows.sum() == n)
     require(fit, f"factor_rows must be from 0 to {d}, below the classes' counts, and {n} together")
     require(means.norm(dim=1) <= 1 + TOLERANCE, "means must be those of features of length 1, and some are longer")
-    require(remainder >= 0, "remainder must not be below 0")
     require((errors >= 0) & (errors <= 1.01), "errors must be from 0 to 1")
     lengths = torch.linalg.vector_norm(tensors["factors"], dim=1).double()
     spread = remainder.double().sum(dim=1).index_add_(0, torch.repeat_interleave(rows), lengths.square())
     require(spread <= counts * (1 + TOLERANCE), "factors and remainder spread wider than features of length 1 can")
-    for name in {"distances", "losses"} & set(tensors):
+    for name in {"remainder", "gram_remainder", "distances", "losses"} & set(tensors):
         require(tensors[name] >= 0, f"{name} must not be below 0")
     if "distances" in tensors:
         require(tensors["distances"].sum() <= counts.sum(), "distances must be of no more images than there are")
@@ -228,7 +226,6 @@ def _check_statistics(tensors: Mapping[str, Tensor]) -> None:
         possible = (sums >= 0) & (sums <= counts[:, None] * square**0.5)
         if (gram := tensors.get("gram")) is None:
             gram = tensors["gram_factor"].double().square().sum(dim=0) + tensors["gram_remainder"]
-            require(tensors["gram_remainder"] >= 0, "gram_remainder must not be below 0")
         require(gram.abs() <= images * square, f"gram must be that of {images:.0f} images, and is larger")
         require(possible, "random_sums must be from 0 to what the classes' images can sum up to")
 

@@ -12,7 +12,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from ..data.feature_file import STORAGE
+from ..data.feature_cache import STORAGE
 from ..routing import Router, make_router
 from ..tuner.config import OWN_RECIPE
 

@@ -29,9 +29,14 @@ from torch.utils.data import DataLoader
 from transformers import ViTImageProcessorPil
 
 from peft_luca import FeatureDataset, ImageCollator, TaskStream
-from peft_luca.data import feature_cache, feature_file
-from peft_luca.data.feature_cache import FeatureExtractor, default_cache_dir, digest_images, features_key
-from peft_luca.data.feature_file import PartialFeatures
+from peft_luca.data import feature_cache
+from peft_luca.data.feature_cache import (
+    FeatureExtractor,
+    PartialFeatures,
+    default_cache_dir,
+    digest_images,
+    features_key,
+)
 from peft_luca.preprocessing import MissingSourceError
 
 
@@ -96,7 +101,7 @@ def test_a_finished_file_is_not_computed_again(tmp_path):
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_an_interrupted_extraction_continues_at_its_checkpoint(tmp_path, monkeypatch, passes):
-    monkeypatch.setattr(feature_file, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(feature_cache, "CHECKPOINT_SECONDS", 0.0)
     path = tmp_path / "f.safetensors"
     with pytest.raises(KeyboardInterrupt):
         extractor(Backbone(passes))(colors(), path)
@@ -351,8 +356,8 @@ def test_a_disk_that_is_full_is_named(tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(feature_file, "CHECKPOINT_SECONDS", 0.0)
-    monkeypatch.setattr(feature_file, "write_json", full)
+    monkeypatch.setattr(feature_cache, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(feature_cache, "write_json", full)
     with pytest.raises(OSError, match=r"cannot write .*f\.safetensors: No space left on device"):
         write(tmp_path / "f.safetensors", torch.ones(1, 2))
 
@@ -438,7 +443,7 @@ def test_whichever_byte_changes_the_features_stay(tmp_path):
     ("file", "content"), [(".partial.json", b"{"), (".partial.json", b'{"rows": 4}'), (".partial", b"12")]
 )
 def test_a_spoilt_checkpoint_is_not_used(tmp_path, monkeypatch, file, content):
-    monkeypatch.setattr(feature_file, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(feature_cache, "CHECKPOINT_SECONDS", 0.0)
     path, backbone = tmp_path / "f.safetensors", Backbone()
     with pytest.raises(KeyboardInterrupt):
         extractor(Backbone(2))(colors(), path)

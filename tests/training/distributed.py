@@ -13,7 +13,7 @@ import torch
 from helpers import NAMES, ForwardCount, make_splits, make_stream, make_trainer, make_vit
 
 from peft_luca import TaskStream
-from peft_luca.data.feature_file import PartialFeatures
+from peft_luca.data.feature_cache import PartialFeatures
 from peft_luca.hub import saving
 
 

@@ -22,7 +22,7 @@ import torch
 from helpers import NAMES, make_splits, make_stream, make_trainer, read_json, trunk_tensors
 
 from peft_luca import ContinualTrainer, ExpertTrainer
-from peft_luca.data import feature_file
+from peft_luca.data import feature_cache
 from peft_luca.training import evaluation, run_folder
 
 
@@ -48,7 +48,7 @@ def live(folder, shared):
     more, and an expert deleted.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    feature_file.CHECKPOINT_SECONDS = 0.0
+    feature_cache.CHECKPOINT_SECONDS = 0.0
     evaluation.TaskFeatures._extract = marking(evaluation.TaskFeatures._extract, "extraction", shared)
     ExpertTrainer.train = marking(ExpertTrainer.train, "training", shared)
     run_folder.RunFolder.add_expert = marking(run_folder.RunFolder.add_expert, "saving", shared)

@@ -39,7 +39,7 @@ from transformers import TrainerCallback
 
 from peft_luca import LucaConfig, TaskStream, load_experts, save_expert, save_experts
 from peft_luca import utils as package_utils
-from peft_luca.data import feature_file
+from peft_luca.data import feature_cache
 from peft_luca.training.run_folder import JOURNAL_NAME
 from peft_luca.utils import LOCK_NAME
 
@@ -660,7 +660,7 @@ def test_a_hundred_kills(tmp_path, record_property):
 
 def test_no_room_at_any_write(whole, tmp_path, monkeypatch):
     """Every write to the disk fails once, as it does when the disk is full."""
-    monkeypatch.setattr(feature_file, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(feature_cache, "CHECKPOINT_SECONDS", 0.0)
     settings = {"features_cache_dir": str(tmp_path / "features"), "num_train_epochs": 1}
     real, calls = os.fsync, 0
 
