@@ -212,6 +212,7 @@ def test_evidence_is_measured_at_every_number_of_images(given, tmp_path, monkeyp
     output = tmp_path / "evidence.json"
     arguments = ["--increment", "2", "--images_per_class", "4", "--seeds", "0", "1", "--random_features", "20"]
     monkeypatch.setattr("sys.argv", ["evidence.py", *given, *arguments, "--output", str(output)])
+    monkeypatch.setattr(evidence, "be_quiet", lambda: None)
     evidence.main()
     few, most = read(output)["rows"]
     assert (few["images"], most["images"]) == (4, 8)

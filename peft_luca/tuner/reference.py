@@ -44,11 +44,8 @@ class Reference(NamedTuple):
 
 def draw_reference_pictures(count: int, size: int, seed: int = SEED) -> np.ndarray:
     """
-    Draws the reference pictures: one to eight ellipses and boxes of random colours on a plain ground, the same on
-    every machine. A smaller set is the beginning of a larger one.
-
-    Returns:
-        `numpy.ndarray` of shape `(count, size, size, 3)`: uint8, RGB.
+    Draws the reference pictures, `(count, size, size, 3)` of uint8 RGB: one to eight ellipses and boxes of random
+    colours on a plain ground, the same on every machine. A smaller set is the beginning of a larger one.
     """
     rng = np.random.RandomState(seed)  # the legacy generator's stream is frozen across versions of numpy
     y, x = np.mgrid[0:size, 0:size] / size
