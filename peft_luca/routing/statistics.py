@@ -160,10 +160,8 @@ class ClassStatistics:
         """The same with the Gram matrix in `rank` rows and a diagonal."""
         assert self.gram is not None
         within = self.gram.double() - self._mean_rows.T @ self._mean_rows
-        with torch.random.fork_rng():
-            torch.manual_seed(
-                RANDOM_SEED
-            )  # a matrix of thousands of rows takes ten times as long to decompose in full
+        with torch.random.fork_rng():  # a matrix of thousands of rows takes ten times as long to decompose in full
+            torch.manual_seed(RANDOM_SEED)
             vectors, values, _ = torch.svd_lowrank(within, q=min(rank, len(within)), niter=4)
         factor = (vectors * values.sqrt()).T.half()
         remainder = (within.diagonal() - factor.double().square().sum(dim=0)).clamp(min=0).float()

@@ -121,7 +121,6 @@ class AutoRouter(Router):
     """[`EvidenceRouter`] where the statistics of all experts can be pooled, otherwise [`NearestRouter`]."""
 
     name: ClassVar[str | None] = "auto"
-
     Options = StatisticsOptions
 
     def __init__(self, **options: Any) -> None:
