@@ -184,6 +184,7 @@ def test_what_cannot_be_saved(tmp_path):
     assert files_in(tmp_path) == ["file"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
 def test_quantized_experts_are_refused_and_a_quantized_backbone_is_not(tmp_path):
     model = make_model(TWO)
     torch.ao.quantization.quantize_dynamic(model.base_model.model.vit, {torch.nn.Linear}, inplace=True)
