@@ -129,7 +129,9 @@ def routing(args: Any) -> dict[str, Any]:
                     "routing, milliseconds": round(1000 * median(times), 2),
                     "backbone, milliseconds": round(1000 * median(backbone_times), 1),
                     "made ready once, seconds": round(ready, 2),
-                    "bytes of the statistics": sum(part.nbytes for part in model.statistics.values()),
+                    "bytes of the statistics": sum(
+                        tensor.nbytes for part in model.statistics.values() for tensor in part.tensors().values()
+                    ),
                 }
             )
             print(rows[-1], flush=True)

@@ -74,7 +74,8 @@ def measure(bench: Bench, seed: int, images: int) -> dict[str, float]:
         figures[f"{name} accuracy"] = accuracy(found[name], y)
         figures[f"{name} calibration error"] = calibration_error(confidence, predicted == y)
     figures["known images refused"] = float((found["known"] < 0.05).double().mean())
-    figures["MB per expert"] = sum(part.nbytes for part in parts.values()) / len(parts) / 1e6
+    size = sum(tensor.nbytes for part in parts.values() for tensor in part.tensors().values())
+    figures["MB per expert"] = size / len(parts) / 1e6
     figures["seconds per expert"] = seconds / len(parts)
     half = tuple(name for task in list(bench.stream(seed))[: -(-len(parts) // 2)] for name in task.classes)
     rest = tuple(name for name in bench.classes if name not in half)

@@ -93,7 +93,9 @@ def look(model: Any, drawn: Drawn, args: GrowthArguments, folder: Path, seconds_
 
     return figures | {
         "experts in memory, bytes": sum(tensor.nbytes for tensor in tensors),
-        "statistics in memory, bytes": sum(part.nbytes for part in model.statistics.values()),
+        "statistics in memory, bytes": sum(
+            tensor.nbytes for part in model.statistics.values() for tensor in part.tensors().values()
+        ),
         "process, GiB of anonymous memory": round(resident() / 2**30, 3),
         "experts on disk, bytes": weigh("adapter_model.safetensors"),
         "statistics on disk, bytes": weigh("statistics.safetensors"),

@@ -34,6 +34,7 @@ MAX_EXPERT_BYTES = 2**30  # an expert of ViT-g over ten thousand classes has 70 
 MAX_NUMBER = 1e4
 MIN_DEVIATION = 1e-6
 MAX_IMAGES = 1e12  # of a class
+MAX_RANDOM_FEATURES = 16384  # whose Gram matrix takes 1 GiB
 TOLERANCE = 1e-3  # of statistics, which were rounded to float32
 FLOATS = ("F64", "F32", "F16", "BF16")
 # What a config says about the weights beside it.
@@ -184,6 +185,7 @@ def _statistics_specs(found: Header, metadata: Mapping[str, str]) -> Specs:
         "remainder": (("F32",), (k, d)),
         "errors": (("F64",), (k,)),
     }
+    m = 0
     if "gram_factor" in found:
         rank, m = size("gram_factor", 0), size("gram_factor", 1)
         specs |= {"gram_factor": (("F16",), (rank, m)), "gram_remainder": (("F32",), (m,))}
@@ -191,6 +193,8 @@ def _statistics_specs(found: Header, metadata: Mapping[str, str]) -> Specs:
     elif "gram" in found or "random_sums" in found:
         m = size("gram", 0)
         specs |= {"gram": (("F32",), (m, m)), "random_sums": (("F64",), (k, m))}
+    if m > MAX_RANDOM_FEATURES:
+        raise ValueError(f"it has {m} random features, more than the {MAX_RANDOM_FEATURES} that are read.")
     evidence = {"distances": (("F64",), (len(EDGES) + 1,)), "losses": (("F64",), (len(WEIGHTS), 2))}
     return specs | {name: spec for name, spec in evidence.items() if name in found}
 

@@ -50,7 +50,7 @@ def collect_with_evidence(
 def with_evidence(statistics: ClassStatistics, x: Tensor, labels: Tensor, keep_gram: bool) -> ClassStatistics:
     """
     Adds the evidence of an expert's training images, unit features `(images, d)` in float64 and labels `(images,)`,
-    to its statistics. `keep_gram` keeps the Gram matrix whole, even if the evidence is against it.
+    to its statistics. The Gram matrix is compressed unless `keep_gram`.
     """
     discriminant = RegularizedDiscriminant(statistics)
     distances = discriminant.left_out(x.float(), labels)

@@ -10,11 +10,8 @@ from torch import Tensor
 
 class LabelSpace:
     """
-    The classes of a set of experts. Experts that share a class name share the class.
-
-    Args:
-        experts (`Mapping[str, Sequence[str]]`): Expert → names of its classes, in the order of its rows.
-        device (`torch.device`): Device of the index tensors.
+    The classes of a set of experts, given by name in the order of their rows. Experts that share a class name share
+    the class.
 
     Attributes:
         classes (`tuple[str, ...]`): The C class names, in order of first appearance.

@@ -35,8 +35,8 @@ class RoutingOutput(NamedTuple):
             Probability of the predicted class, given that the image is of any of the classes. Between 0 and 1.
         unknown (`torch.Tensor` of shape `(batch,)`): Whether `known` is below `unknown_below`.
         known (`torch.Tensor` of shape `(batch,)`, *optional*):
-            Probability that the image is of any of the classes. Routers of scores have no other measure of it than the
-            confidence.
+            How familiar the image is, from 0 to 1: the share of training images, each left out, that lie at least as
+            far from their class. Routers of scores have no other measure of it than the confidence.
     """
 
     logits: Tensor
@@ -93,7 +93,7 @@ class RouterOptions:
 
     Args:
         unknown_below (`float`, *optional*, defaults to `0.0`):
-            Images that are known with a lower probability are marked unknown.
+            Images whose `known` is lower are marked unknown. Routers of statistics have 0.05.
     """
 
     unknown_below: float = option(0.0, 0, 1)

@@ -173,11 +173,6 @@ class ClassStatistics:
         values = vars(self) | {"factors": torch.cat(self.factors), "factor_rows": rows}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the statistics take in memory and in their file."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
-
 
 def pool(parts: Mapping[str, ClassStatistics]) -> ClassStatistics:
     """
@@ -193,13 +188,17 @@ def pool(parts: Mapping[str, ClassStatistics]) -> ClassStatistics:
     classes = sorted(found)
     gram: Tensor | None = None
     sums: Tensor | None = None
-    widths = {None if part.random_sums is None else part.random_sums.shape[1] for part in ordered}
-    if len(widths) == 1 and None not in widths:
-        gram = torch.stack([part.random_gram for part in ordered]).sum(dim=0)  # type: ignore[misc]
+    if have_equal_random_features(ordered):
+        gram = sum(part.random_gram for part in ordered)  # type: ignore
         sums = torch.stack([sum(part.random_sums[k] for part, k in found[name]) for name in classes])  # type: ignore
     pooled = _stack(classes, [_merge(found[name]) for name in classes], gram, sums)
     distances = add_up([part.distances for part in ordered if part.distances is not None])
     return replace(pooled, distances=distances, losses=add_up([part.losses for part in ordered]))
+
+
+def have_equal_random_features(parts: Sequence[ClassStatistics]) -> bool:
+    widths = {None if part.random_sums is None else part.random_sums.shape[1] for part in parts}
+    return len(widths) == 1 and None not in widths
 
 
 def add_up(evidence: Sequence[Tensor | None]) -> Tensor | None:

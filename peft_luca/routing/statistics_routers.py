@@ -13,7 +13,7 @@ from .discriminants import Discriminant, LinearDiscriminant, RegularizedDiscrimi
 from .evidence import EvidenceDiscriminant, Familiarity, ridge_weight
 from .router import MEMORY_BUDGET, Experts, Router, RouterOptions, RoutingOutput, option
 from .score_routers import NearestRouter
-from .statistics import add_up, pool
+from .statistics import add_up, have_equal_random_features, pool
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ class EvidenceRouter(StatisticsRouter):
     discriminant = EvidenceDiscriminant
 
     def describe(self, experts: Experts) -> str:
-        weight = ridge_weight(add_up([experts.statistics[name].losses for name in experts.names]))
+        parts = [experts.statistics[name] for name in experts.names]
+        weight = have_equal_random_features(parts) and ridge_weight(add_up([part.losses for part in parts]))
         return f"gaussian and {weight:g} x ridge" if weight else "gaussian"
 
 

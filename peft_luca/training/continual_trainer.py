@@ -228,6 +228,7 @@ class ContinualTrainer(PublishingTrainer):
             self._set_model(self.tuner.unload())
         elif isinstance(self.model, PeftModel) and task.name in self.tuner.experts:
             self.model.delete_adapter(task.name)
+            self.model.eval()
             self._set_router()
 
     def delete_adapter(self, adapter_name: str) -> None:
@@ -323,20 +324,24 @@ class ContinualTrainer(PublishingTrainer):
         Returns the name of the expert whose deletion was finished.
         """
         experts = list(self.tuner.experts) if isinstance(self.model, PeftModel) else []
-        # Those of a model that has none, since it was unloaded, come back.
+        # If the model was unloaded, its experts are loaded again.
         deleted = [name for name in self._saved if experts and name not in experts]
-        self.folder.recover((task.name for task in self.stream), deleted)
-        pending, saved = self.folder.pending(), self.folder.experts()
+        self.folder.recover(task.name for task in self.stream)
         settings = run_settings(self.args, self.luca_config, self.processing_class)
-        records = self.folder.read(settings, self.stream, self.task_features.digests, self._records, refuse)
+        expected = (settings, self.stream, self.task_features.digests, self._records, refuse)
+        records = self.folder.read(*expected)
+        if deleted:  # now that the folder is known to be this run's
+            self.folder.recover((), deleted)
+            records = self.folder.read(*expected)
+        pending, saved = self.folder.pending(), self.folder.experts()
         new = {name: self.folder.path / name for name in saved if name not in experts}
         if new:
             self._set_model(load_experts(self.model, new, processing_class=self.processing_class))
         gone = [name for name in self._saved if name in experts and name not in saved]
         for name in gone:
             self.model.delete_adapter(name)
-        if new or gone:
-            self._set_router()
+        if new or gone or (pending is not None and experts):
+            self._set_router()  # also where another was set since: what is measured below is the run's
         if taken_up := records[len(self._records) :]:
             self.state.global_step += sum(record["steps"] for record in taken_up)
             done = f"{len(records)} of {pluralize(len(self.stream), 'task')} found in {self.folder.path}"

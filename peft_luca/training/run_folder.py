@@ -24,6 +24,7 @@ from ..hub.model_card import CARD_NAME
 from ..hub.publishing import RESULTS_NAME
 from ..hub.saving import save_experts
 from ..hub.validation import MANIFEST_NAME, read_manifest
+from ..tuner.backbone import processor_facts
 from ..tuner.config import LucaConfig
 from ..tuner.model import tuner_of
 from ..utils import LOCK_NAME, NAME_RULE, atomic_write, explain_write_errors, hold_lock, pluralize, write_json
@@ -46,11 +47,6 @@ SETTINGS = (
 ).split()
 # How a batch is divided changes nothing: `images_per_step`, of all processes together, is compared in their place.
 PARTS_OF_A_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-# What decides the pixels that an image processor makes, whatever its class is called.
-PROCESSOR_FACTS = (
-    "size crop_size do_resize do_center_crop do_rescale do_normalize rescale_factor resample image_mean image_std "
-    "data_config"
-).split()
 # Fields of LucaConfig that say nothing about how an expert is trained.
 NO_SETTINGS = "classes target_modules fingerprint backbone_settings processor allow_mismatch read_with".split()
 RECORD_KEYS = {"name", "classes", "train_images", "test_images", "steps", "accuracy", "routing", "task_known"}
@@ -256,11 +252,10 @@ class RunFolder:
 def run_settings(args: ContinualTrainingArguments, luca_config: LucaConfig, processor: Any) -> dict[str, Any]:
     """The settings of a run, as `results.json` holds them."""
     fields_of_config = set(LucaConfig.__annotations__) - set(NO_SETTINGS)
-    facts = processor.to_dict() if hasattr(processor, "to_dict") else {}
     values = {name: getattr(args, name) for name in SETTINGS} | {
         "images_per_step": args.train_batch_size * args.world_size * args.gradient_accumulation_steps,
         "luca_config": {name: value for name, value in asdict(luca_config).items() if name in fields_of_config},
-        "processor": {name: facts[name] for name in PROCESSOR_FACTS if facts.get(name) is not None},
+        "processor": processor_facts(processor) or {},
     }
     return json.loads(json.dumps(values, default=dict))
 

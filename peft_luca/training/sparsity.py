@@ -10,12 +10,9 @@ from torch.optim import Optimizer
 @torch.no_grad()
 def soft_threshold(optimizer: Optimizer, parameters: list[nn.Parameter], weight: float) -> None:
     """
-    The proximal step of λ·Σ|θ|, to be taken after the optimizer's own on the rest of the loss: each of the parameters
-    moves toward zero by λ, the weight, times its step size, and stays there if that carries it past (Parikh & Boyd
-    2014, §6.5.2).
-
-    The step size is what the optimizer gives a constant gradient: lr / (1 - momentum) with SGD, and lr / (√v̂ + ε) with
-    Adam, for each number its own.
+    The proximal step of λ·Σ|θ|, after the optimizer's own: each parameter moves toward zero by λ, the weight, times
+    its step size, and stays there if that carries it past (Parikh & Boyd 2014, §6.5.2). The step size is what the
+    optimizer gives a constant gradient: lr / (1 - momentum) with SGD, lr / (√v̂ + ε) with Adam.
     """
     chosen = {id(parameter) for parameter in parameters}
     for group in optimizer.param_groups:

@@ -74,7 +74,7 @@ class LucaExperts:
 
     def prepared(self, router: Router) -> Any:
         with preparing():
-            found = [prepared for known, prepared in self._prepared if known is router]
+            found = [prepared for known, prepared in self._prepared if known == router]
             if not found:
                 found = [router.prepare(self)]
                 self._prepared.append((router, found[0]))
@@ -282,4 +282,7 @@ def image_options(model: nn.Module) -> dict[str, Any]:
 
 def find_layer(model: nn.Module) -> tuple[str, LucaLayer]:
     """Name and module of the LuCA layer within a model, wrapped in a PeftModel or not."""
-    return next((name, module) for name, module in model.named_modules() if isinstance(module, LucaLayer))
+    for name, module in model.named_modules():
+        if isinstance(module, LucaLayer):
+            return name, module
+    raise ValueError(f"this {type(model).__name__} has no LuCA experts: add them with get_peft_model or load_experts.")

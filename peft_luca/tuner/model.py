@@ -63,6 +63,7 @@ class LucaModel(PeftHooks):
         it fits. `tensors` are named as in its file, without the name of the head.
         """
         config.target_modules = list(self.targeted_module_names)
+        self._unloaded.discard(name)
         self.layer.add_expert(name, config.resolve(), tensors)
         self.peft_config[name] = config
         if statistics is not None:
@@ -89,6 +90,8 @@ class LucaModel(PeftHooks):
         if list(self.peft_config) == [adapter_name]:
             raise ValueError(f"{adapter_name!r} is the only expert. Use unload() to get the backbone back.")
         super().delete_adapter(adapter_name)
+        self._unloaded.discard(adapter_name)
+        self._just_added.discard(adapter_name)
         self.sync_labels()
 
     def _enable_adapter_layers(self, enabled: bool = True) -> None:
@@ -154,11 +157,11 @@ class LucaModel(PeftHooks):
 
         Args:
             router (`str`, [`Router`], function or `None`):
-                `"auto"`, the default: `"gaussian"` where every expert has statistics, otherwise `"nearest"`. By the
-                experts' scores: `"nearest"`, `"entropy"` (the paper's) or `"energy"`. By their statistics:
-                `"gaussian"`, `"lda"` or `"ridge"`. `"oracle"` needs `route(..., expert=...)`. A function takes scores
-                `(batch, experts, C)` and returns costs `(batch, experts)`; the lowest answers. `None` switches routing
-                off: the active expert answers.
+                `"auto"`, the default: Gaussians, with ridge where the evidence asks for it, if all experts have
+                statistics and share a reference; otherwise `"nearest"`. By the experts' scores: `"nearest"`,
+                `"entropy"` (the paper's) or `"energy"`. By their statistics: `"gaussian"`, `"lda"` or `"ridge"`.
+                `"oracle"` needs `route(..., expert=...)`. A function takes scores `(batch, experts, C)` and returns
+                costs `(batch, experts)`; the lowest answers. `None` switches routing off: the active expert answers.
             options: Options of the router, such as `temperature=2.0` or `unknown_below=0.5`.
 
         Raises:
@@ -249,13 +252,8 @@ class LucaModel(PeftHooks):
     ) -> ClassStatistics:
         """
         Computes and keeps the statistics of an expert's training features, which the routers `"gaussian"`, `"lda"` and
-        `"ridge"` need. [`ContinualTrainer`] does.
-
-        Args:
-            name (`str`): The expert.
-            features (`torch.Tensor` of shape `(images, d)`): [CLS] of its training images.
-            labels (`torch.Tensor` of shape `(images,)`): The expert's own ids, 0 … K-1.
-            rank, random_features: See [`~peft_luca.routing.statistics.ClassStatistics.collect`].
+        `"ridge"` need. [`ContinualTrainer`] does. `features` and `labels` are as in [`~LucaModel.compute_reference`],
+        the others as in [`~peft_luca.routing.statistics.ClassStatistics.collect`].
         """
         layer, classes = self.layer, self.experts[name]
 

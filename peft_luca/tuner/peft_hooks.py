@@ -169,8 +169,8 @@ def check_weights(model: nn.Module, config: Any, name: str, remapped: dict[str, 
         key for key, (own, new) in found.items() if new is None or own.shape != new.shape or not new.isfinite().all()
     ]
     if wrong:
-        reason = f"the file of expert {name!r} lacks {sorted(wrong)}, or has them in another shape or not finite"
-        raise ValueError(f"{reason}: nothing of it was loaded.")
+        reason = f"in the file of expert {name!r} these are missing, of another shape or not finite: {sorted(wrong)}"
+        raise ValueError(f"{reason}. Nothing of it was loaded.")
     if layer.router is not None:
         layer.experts.prepared(layer.router)
     if name not in getattr(tuner, "_just_added", ()):

@@ -87,7 +87,7 @@ def kept_reference(about: Mapping[str, Any], measure: Callable[..., Reference], 
     with suppress(OSError, SafetensorError, TypeError):  # missing, spoilt, or of another version
         return Reference(**load(path.read_bytes()))
     reference = measure(*arguments)
-    with suppress(OSError):  # without a place to keep it, it is measured once a process
+    with suppress(OSError, SafetensorError):  # without a place to keep it, it is measured once a process
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
             save_file(reference._asdict(), temporary)
