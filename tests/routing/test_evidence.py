@@ -165,7 +165,6 @@ def test_a_gram_matrix_in_a_few_rows_keeps_its_diagonal_and_what_the_classes_sum
     short, exact = whole.compress_gram(20), whole.compress_gram(60)
     assert short.gram is None
     assert short.gram_factor.shape == (20, 60)
-    assert len(short.gram_factor) < len(whole.gram)
     torch.testing.assert_close(exact.random_gram, whole.random_gram, rtol=1e-3, atol=1e-2)
     torch.testing.assert_close(short.random_gram.diagonal(), whole.random_gram.diagonal(), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(pool({"s": short}).gram, short.random_gram)
