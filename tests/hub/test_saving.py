@@ -448,6 +448,15 @@ def test_what_peft_is_refused_leaves_the_model_as_it_was(tmp_path, spoil):
     assert_refused(lambda model: model.load_adapter(str(tmp_path), "new"), message, models=[fresh])
 
 
+def test_a_refused_file_leaves_a_loaded_expert_of_its_name(tmp_path):
+    save_experts(make_model(TWO), tmp_path / "all")
+    save_expert(make_model({"zeta": ["q"]}, base=make_vit(seed=5)), "zeta", tmp_path / "other")
+    model = load_experts(make_vit(), tmp_path / "all")
+    before = expert_tensors(model, "zeta")
+    assert_refused(lambda model: model.load_adapter(str(tmp_path / "other"), "zeta"), "", models=[model])
+    assert_same(expert_tensors(model, "zeta"), before)
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 

@@ -324,6 +324,7 @@ def test_a_gram_matrix_in_a_few_rows_comes_back_and_is_checked(statistics):
     for name, change, message in (
         ("gram_factor", lambda t: t.float(), "gram_factor has the dtype F32"),
         ("gram_factor", lambda t: t[:, 1:], "gram_remainder has the shape"),
+        ("gram_factor", lambda t: t.new_zeros(1, 20000), "20000 random features, more than the 16384"),
         ("gram_factor", lambda t: t * 100 + 1000, "gram must be that of 40 images"),
         ("gram_remainder", lambda t: t[1:], "gram_remainder has the shape"),
         ("gram_remainder", lambda t: t - 1e6, "gram_remainder must not be below 0"),

@@ -403,6 +403,11 @@ def test_a_folder_that_holds_another_run_by_now_is_refused(copy, cache):
             trainer.train()
         make_trainer(copy, make_stream(seed=5), **cache).train()
     assert read_json(copy / "results.json")["tasks"][0]["name"] == "task_0"
+    trainer.model.delete_adapter("task_1")  # of the trainer's own run, not of the one that is in its folder now
+    before = contents(copy)
+    with pytest.raises(ValueError, match="does not hold any more what this trainer has learned there"):
+        trainer.train()
+    assert contents(copy) == before
 
 
 @pytest.mark.parametrize(
