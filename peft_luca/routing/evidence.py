@@ -38,7 +38,7 @@ def collect_with_evidence(
 ) -> ClassStatistics:
     """
     Computes the statistics of the images of one task, see [`ClassStatistics.collect`], and their evidence. Where every
-    class has many images and no random features are asked for, they are kept, for all experts to decide.
+    class has many images and none are asked for, 2,000 random features are kept, compressed, for all experts to decide.
     """
     is_trial = not random_features and int(labels.bincount(minlength=len(classes)).min()) >= MANY_IMAGES
     width = RANDOM_FEATURES if is_trial else random_features
@@ -70,9 +70,7 @@ def with_evidence(statistics: ClassStatistics, x: Tensor, labels: Tensor, keep_g
     losses = torch.stack([F.cross_entropy(posterior, labels, reduction="none") for posterior in mixed])
     sums = torch.stack([losses.sum(dim=1), (losses - losses[0]).square().sum(dim=1)], dim=1)
     statistics = replace(statistics, losses=sums)
-    if keep_gram:
-        return statistics
-    return statistics.compress_gram(GRAM_RANK)
+    return statistics if keep_gram else statistics.compress_gram(GRAM_RANK)
 
 
 def left_out(x: Tensor, y: Tensor, alpha: Callable[[Tensor], Tensor], gamma: float) -> tuple[Tensor, Tensor]:

@@ -162,10 +162,9 @@ class StatisticsClassifier:
         self.discriminant = discriminant.make(pooled, **options).to(device)
         # Whether an image is known is judged by the Gaussians, whatever answers.
         own: Any = getattr(self.discriminant, "gaussian", self.discriminant)
-        is_gaussian = isinstance(own, RegularizedDiscriminant)
-        self.gaussian: RegularizedDiscriminant = (
-            own if is_gaussian else RegularizedDiscriminant.make(pooled).to(device)
-        )
+        if not isinstance(own, RegularizedDiscriminant):
+            own = RegularizedDiscriminant.make(pooled).to(device)
+        self.gaussian: RegularizedDiscriminant = own
         self.familiarity = Familiarity(pooled.distances).to(device)
         where = {name: i for i, name in enumerate(pooled.classes)}
         self.columns = torch.tensor([where[name] for name in space.classes], device=device)
