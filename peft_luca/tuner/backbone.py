@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..utils import list_names, show
@@ -83,13 +84,13 @@ class BackboneFacts:
 
     _known: ClassVar[WeakKeyDictionary[nn.Module, BackboneFacts]] = WeakKeyDictionary()
 
-    def __init__(self, model: nn.Module, tensors: list[Tensor], norm_eps: set[float], version: Any) -> None:
+    def __init__(self, model: nn.Module, tensors: list[Tensor], traits: dict[str, Any], version: Any) -> None:
         self.version = version
         digests = [] if any(t.is_meta for t in tensors) else [digest(tensor) for tensor in tensors]
         self.fingerprint = hashlib.sha256(b"".join(digests)).hexdigest() if digests else None
         self.old_fingerprint = hashlib.sha256(b"".join(sorted(digests))).hexdigest() if digests else None
         config = getattr(model, "config", None)
-        values: dict[str, Any] = {**getattr(config, "to_dict", dict)(), "norm_eps": sorted(norm_eps)}
+        values: dict[str, Any] = {**getattr(config, "to_dict", dict)(), **traits}
         self.settings = _plain({**values, **(values.get("vision_config") or {})}, SETTINGS)
         self.architecture = {name: value for name, value in values.items() if name not in NOT_OF_THE_TRUNK}
         self.architecture["class"] = type(model).__qualname__
@@ -111,12 +112,15 @@ class BackboneFacts:
         # Of the trunk alone: to list the tensors of a thousand experts takes longer than to look at it.
         trunk = _without_head(model, head_name)
         tensors = [t for t in trunk.state_dict().values() if isinstance(t, Tensor)]
-        # As the modules have it: a config may not name it, or name it otherwise.
+        # As the modules have it: a config may not name it, or name it otherwise, and knows no adapters in the trunk.
         eps = {e for module in trunk.modules() if isinstance(e := getattr(module, "eps", None), float)}
-        version = (tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference()), sample(tensors), eps)
+        inner = [module for module in trunk.modules() if isinstance(module, BaseTunerLayer)]
+        adapters = [str((getattr(m, "scaling", None), m.active_adapters, m.disable_adapters)) for m in inner]
+        traits = {"norm_eps": sorted(eps), **({"adapters": adapters} if inner else {})}
+        version = (tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference()), sample(tensors), traits)
         facts = cls._known.get(model)
         if facts is None or facts.version != version:
-            facts = cls._known[model] = cls(model, tensors, eps, version)
+            facts = cls._known[model] = cls(model, tensors, traits, version)
         return facts
 
     def reference(self, read: Callable[..., Tensor], whitening: bool) -> Reference:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same, expert_tensors, make_dinov2, make_model, make_vit, pixels
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load, load_file
 
 from peft_luca import LucaConfig, draw_reference_pictures, save_expert
@@ -120,6 +121,24 @@ def test_a_reference_is_measured_once_for_a_backbone_and_kept_on_disk(monkeypatc
         new_expert(make_vit(seed=1)).compute_reference()
     with pytest.raises(TypeError):  # a setting of the backbone moves [CLS] as its weights do
         new_expert(make_vit(hidden_act="relu")).compute_reference()
+
+
+def test_adapters_in_the_trunk_decide_its_reference_by_their_scaling_and_whether_they_are_on():
+    def adapted(alpha):
+        torch.manual_seed(0)
+        settings = LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"], init_lora_weights=False)
+        return get_peft_model(make_vit(), settings).get_base_model()
+
+    first, second = new_expert(adapted(1)), new_expert(adapted(400))
+    first.compute_reference()
+    second.compute_reference()
+    assert first.backbone.fingerprint == second.backbone.fingerprint
+    assert not torch.equal(*(references(model)["mean"] for model in (first, second)))
+    before = second.backbone
+    for module in second.get_base_model().base_model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(False)
+    assert second.backbone is not before
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.write_bytes(path.read_bytes()[:100]), lambda path: path.unlink()])
