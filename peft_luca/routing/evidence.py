@@ -38,7 +38,7 @@ def collect_with_evidence(
 ) -> ClassStatistics:
     """
     Computes the statistics of the images of one task, see [`ClassStatistics.collect`], and their evidence. Where every
-    class has many images and none are asked for, 2,000 random features are kept, compressed, for all experts to decide.
+    class has many images and none are asked for, 2,000 random features are kept in few rows: all experts decide.
     """
     is_trial = not random_features and int(labels.bincount(minlength=len(classes)).min()) >= MANY_IMAGES
     width = RANDOM_FEATURES if is_trial else random_features

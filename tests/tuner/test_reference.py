@@ -135,9 +135,9 @@ def test_adapters_in_the_trunk_decide_its_reference_by_their_scaling_and_whether
     assert first.backbone.fingerprint == second.backbone.fingerprint
     assert not torch.equal(*(references(model)["mean"] for model in (first, second)))
     before = second.backbone
-    for module in second.get_base_model().base_model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.enable_adapters(False)
+    for inner in second.get_base_model().base_model.modules():
+        if isinstance(inner, BaseTunerLayer):
+            inner.enable_adapters(False)
     assert second.backbone is not before
 
 
