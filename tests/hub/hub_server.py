@@ -14,13 +14,28 @@ from urllib.parse import unquote
 
 import yaml
 from aiohttp import web
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCardData, constants, hf_api
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from transformers.utils import hub as transformers_hub
 
 
 TOKENS = {"hf_owner": "owner", "hf_other": "other"}
 LFS = (".safetensors", ".png", ".bin")
 ZERO = "0" * 40
+
+
+def client_settings(url, cache):
+    """Settings of huggingface_hub's client, each as an object, an attribute and its value, to use the Hub at `url`."""
+    return [
+        (constants, "HF_HUB_OFFLINE", False),
+        (constants, "ENDPOINT", url),
+        (constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"),
+        (constants, "HF_HUB_DISABLE_XET", True),
+        (constants, "HF_HUB_CACHE", str(cache)),
+        (constants, "HF_TOKEN_PATH", str(cache / "token")),
+        (hf_api.api, "endpoint", url),  # of the client made at import, for PEFT
+        (transformers_hub, "_hf_api", None),  # transformers' own client, made once
+    ]
 
 
 @dataclass

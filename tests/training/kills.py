@@ -18,15 +18,19 @@ import sys
 import time
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 from helpers import NAMES, make_splits, make_stream, make_trainer, read_json, trunk_tensors
+from hub_server import HubServer, client_settings
+from huggingface_hub.utils import disable_progress_bars
 
 from peft_luca import ContinualTrainer, ExpertTrainer
 from peft_luca.data import feature_cache
 from peft_luca.training import evaluation, run_folder
 
 
-PHASES = ("begin", "extraction", "training", "saving", "evaluation", "deleting")
+PHASES = ("begin", "extraction", "training", "saving", "evaluation", "deleting", "drawing", "pushing")
+REPO = "owner/run"
 
 
 def marking(function, phase, shared):
@@ -42,10 +46,10 @@ def marking(function, phase, shared):
     return marked
 
 
-def live(folder, shared):
+def live(folder, hub_url, shared):
     """
     One life, from its beginning or from where an earlier life has left it, to its end: a stream of three tasks, one
-    more, and an expert deleted.
+    more, an expert deleted, the pictures drawn, and all pushed to a Hub.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     feature_cache.CHECKPOINT_SECONDS = 0.0
@@ -54,12 +58,18 @@ def live(folder, shared):
     run_folder.RunFolder.add_expert = marking(run_folder.RunFolder.add_expert, "saving", shared)
     evaluation.measure_stage = marking(evaluation.measure_stage, "evaluation", shared)
     ContinualTrainer.delete_adapter = marking(ContinualTrainer.delete_adapter, "deleting", shared)
+    ContinualTrainer.save_plots = marking(ContinualTrainer.save_plots, "drawing", shared)
+    ContinualTrainer.push_to_hub = marking(ContinualTrainer.push_to_hub, "pushing", shared)
+    os.environ["HF_TOKEN"] = "hf_owner"
+    disable_progress_bars()
+    for setting in client_settings(hub_url, folder.with_name(f"{folder.name}_hub")):
+        setattr(*setting)
     results, stream, late = folder / "out" / "results.json", make_stream(), make_splits(NAMES[:2], seed=9)
     is_late = results.is_file() and any(task["name"] == "late" for task in read_json(results)["tasks"])
     if is_late:
         stream.append(late, "late")
     settings = {"features_cache_dir": str(folder / "cache"), "per_device_eval_batch_size": 4, "save_strategy": "epoch"}
-    run = make_trainer(folder / "out", stream, **settings)
+    run = make_trainer(folder / "out", stream, hub_model_id=REPO, **settings)
     trunk = trunk_tensors(run.model)
     run.train(resume_from_checkpoint=True)
     if not is_late:
@@ -67,11 +77,13 @@ def live(folder, shared):
     if "task_1" in run.tuner.experts:
         run.delete_adapter("task_1")
     run.evaluate()
+    run.save_plots()
+    run.push_to_hub()
     assert all(torch.equal(value, trunk[name]) for name, value in trunk_tensors(run.model).items())
 
 
-def ending(folder):
-    """A digest of all that a run has left but how long it took: every expert, the figures, every file's name."""
+def ending(folder, pushed):
+    """A digest of all that a run has left but how long it took: experts, figures, names of files, what was pushed."""
     results = read_json(folder / "out" / "results.json")
     for task in results["tasks"]:
         del task["seconds"]
@@ -80,26 +92,34 @@ def ending(folder):
         digest.update(str(path.relative_to(folder)).encode())
         if path.suffix in (".safetensors", ".arrow") or path.name in ("experts.json", "adapter_config.json"):
             digest.update(path.read_bytes())
+    for name, content in sorted(pushed.items()):
+        digest.update(name.encode() + (b"" if name == "results.json" else content))
     return digest.hexdigest()
 
 
-def begin(folder):
+def begin(folder, hub):
     shared = multiprocessing.RawValue("i", 0)
-    process = multiprocessing.get_context("fork").Process(target=live, args=(folder, shared))
+    process = multiprocessing.get_context("fork").Process(target=live, args=(folder, hub.url, shared))
     process.start()
     return process, shared
 
 
 def main(folder, kills, seed):
+    plt.close(plt.figure())  # imported once, and not by every life
+    with HubServer() as hub:
+        return kill_again_and_again(folder, kills, seed, hub)
+
+
+def kill_again_and_again(folder, kills, seed, hub):
     rng = random.Random(seed)
     started = time.monotonic()
-    process, _ = begin(folder / "whole")
+    process, _ = begin(folder / "whole", hub)
     process.join()
     assert process.exitcode == 0
-    seconds, whole = time.monotonic() - started, ending(folder / "whole")
+    seconds, whole = time.monotonic() - started, ending(folder / "whole", hub.repos.pop(REPO).files)
     killed, runs, differing, failed = dict.fromkeys(PHASES, 0), 0, 0, 0
     while sum(killed.values()) < kills or (folder / "run").exists():
-        process, shared = begin(folder / "run")
+        process, shared = begin(folder / "run", hub)
         if sum(killed.values()) < kills:
             if rng.random() < 0.5:
                 process.join(rng.uniform(0, seconds))
@@ -115,7 +135,7 @@ def main(folder, kills, seed):
             killed[phase] += 1
             continue
         runs, failed = runs + 1, failed + (process.exitcode != 0)
-        differing += process.exitcode != 0 or ending(folder / "run") != whole
+        differing += process.exitcode != 0 or ending(folder / "run", hub.repos.pop(REPO).files) != whole
         shutil.rmtree(folder / "run")
     return {"killed": killed, "runs": runs, "differing": differing, "failed": failed, "seconds": round(seconds, 2)}
 

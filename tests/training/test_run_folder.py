@@ -638,7 +638,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_other_files_kept(out, cache):
 def kill(folder, kills, seed):
     """`kills.py` in a process of its own, which can fork safely."""
     command = [sys.executable, str(Path(__file__).parent / "kills.py"), str(folder), str(kills), str(seed)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "hub", TESTS.parent)))}
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stderr.splitlines()[-1])
@@ -652,10 +652,10 @@ def test_ten_kills(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hundred_kills(tmp_path, record_property):
-    report = kill(tmp_path, 120, seed=2)
+def test_three_hundred_kills(tmp_path, record_property):
+    report = kill(tmp_path, 300, seed=2)
     record_property("kills", report)
-    assert sum(report["killed"].values()) == 120
+    assert sum(report["killed"].values()) == 300
     assert all(report["killed"].values()), report  # in every phase
     assert (report["failed"], report["differing"]) == (0, 0), report
 
