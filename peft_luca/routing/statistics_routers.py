@@ -152,7 +152,7 @@ class StatisticsClassifier:
     A discriminant for a set of experts.
 
     An expert and one of its classes make a part. Where experts share a class, the posterior is that of all its images,
-    and each expert's share of it follows from the distance to the expert's own mean under the pooled covariance.
+    and the expert whose own mean is nearest under the pooled covariance has it.
     """
 
     def __init__(self, experts: Experts, discriminant: type[Discriminant], **options: Any) -> None:
@@ -181,22 +181,11 @@ class StatisticsClassifier:
         """
         posterior, gaussian = self.discriminant.answer(x, self.gaussian)
         posterior = posterior.index_select(1, self.columns)
-        joint = posterior.index_select(1, self.part_class)  # (batch, parts)
-        if self.nearness is not None:
-            shares = self.nearness.scores(x) / self.nearness.temperature
-            joint = joint + shares - self._log_sum_by_class(shares).index_select(1, self.part_class)
         best = posterior.argmax(dim=1, keepdim=True)
-        part = torch.where(self.part_class == best, joint, -torch.inf).argmax(dim=1)
+        near = x.new_zeros(1) if self.nearness is None else self.nearness.scores(x)  # (batch, parts)
+        part = torch.where(self.part_class == best, near, -torch.inf).argmax(dim=1)
         distances = self.gaussian.distances(gaussian, self.columns[best[:, 0]])
         return posterior, self.part_expert[part], self.familiarity(distances)
-
-    def _log_sum_by_class(self, values: Tensor) -> Tensor:
-        """Log-sum-exp over the parts of each class, (batch, parts) → (batch, C)."""
-        highest = values.new_full((values.shape[0], len(self.columns)), -torch.inf)
-        where = self.part_class.expand(values.shape[0], -1)
-        highest = highest.scatter_reduce(1, where, values, reduce="amax")
-        total = torch.zeros_like(highest).scatter_add(1, where, (values - highest.gather(1, where)).exp())
-        return highest + total.log()
 
 
 def _same_reference(one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor] | None) -> bool:

@@ -285,8 +285,19 @@ def test_a_refused_task_does_not_change_the_stream(dataset, name, match):
     assert repr(stream) == before
 
 
+def test_a_task_is_told_of_by_the_name_that_it_has():
+    with pytest.raises(ValueError, match="a task 'Birds', so another cannot be named 'birds'"):
+        TaskStream.from_tasks({"Birds": images(["a"]), "birds": images(["b"])})
+
+
 @pytest.mark.parametrize(
-    "one", ["folder", datasets.IterableDatasetDict(), {"train": images(["a"]), "test": images(["a"])}]
+    "one",
+    [
+        "folder",
+        datasets.IterableDatasetDict(),
+        {"train": images(["a"])},
+        {s: images(["a"]) for s in ("train", "test")},
+    ],
 )
 def test_one_dataset_is_not_a_list_of_tasks(one):
     with pytest.raises(ValueError, match=rf"needs a list or a dict of datasets .* found one {type(one).__name__}"):

@@ -76,6 +76,16 @@ def test_classes_of_one_image_and_equal_images_give_no_evidence():
     assert collect(x[:1].repeat(6, 1), torch.arange(6) % 2).distances.isfinite().all()
 
 
+def test_images_of_classes_of_two_count_and_single_ones_do_not():
+    x, y = images(sizes=(30, 2, 1, 2, 1))
+    assert collect(x, y).distances.sum() == 34
+
+
+def test_the_weights_are_those_of_the_files():
+    # Experts keep their losses at these weights, and losses of different experts are added up.
+    assert WEIGHTS == (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+
+
 def test_evidence_adds_up_and_goes_with_its_expert():
     experts = FakeExperts(THREE)
     parts = experts.statistics

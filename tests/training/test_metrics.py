@@ -5,18 +5,24 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from transformers import EvalPrediction
 
 from peft_luca.training.metrics import (
+    COMPARING_STAGES,
+    Accuracy,
     ContinualAccuracy,
     average_accuracy,
     backward_transfer,
     forgetting,
     last_accuracy,
+    numbers,
     stage_accuracies,
     summarize,
+    task_line,
 )
 
 
@@ -229,6 +235,7 @@ def test_metric_writes_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ContinualAccuracy().compute(**ROWS)
     assert list(tmp_path.iterdir()) == []
+    assert ContinualAccuracy().data_dir == ""
 
 
 def test_metric_on_disk_cleans_up_after_itself(tmp_path):
@@ -265,3 +272,46 @@ def test_metric_refuses_half_given_experts():
     metric.add(prediction=0, reference=0, task=0, stage=0)
     with pytest.raises(ValueError, match="experts is given for 1 of 2 rows"):
         metric.compute()
+
+
+def test_optional_columns_are_read_at_the_last_of_three_stages():
+    rows = {"predictions": [0] * 6, "references": [0] * 6, "task": [0, 0, 1, 0, 1, 2], "stage": [0, 1, 1, 2, 2, 2]}
+    result = ContinualAccuracy().compute(**rows, experts=[9, 9, 9, 0, 1, 0], task_known_predictions=[9, 9, 9, 0, 1, 0])
+    assert result["per_task_routing_accuracy"] == [1, 1, 0]
+    assert result["per_task_known_accuracy"] == [1, 0, 1]
+
+
+def test_figures_that_compare_stages_are_among_those_of_a_run():
+    of_the_last_stage = {"last_accuracy", "routing_accuracy", "task_known_accuracy", "per_task_accuracy"}
+    assert set(COMPARING_STAGES) == (KEYS | {"task_known_forgetting"}) - of_the_last_stage
+
+
+def test_numbers_are_the_figures_that_logs_can_hold():
+    assert numbers({"a": 1, "b": 0.5, "c": None, "d": [1.0], "e": "x"}) == {"a": 1, "b": 0.5}
+
+
+# --- a line for each task, and the accuracy of one expert ---
+
+
+def test_the_line_of_a_task():
+    record = {"name": "birds", "classes": ["a", "b", "c", "d"], "seconds": 1.25}
+    figures = {"tasks": [{}, record], "last_accuracy": None}
+    assert task_line(3, figures, 8) == "task 2/3 birds (a, b, c, d), 1.2 s: no test images"
+    record["classes"].append("e")
+    figures |= {"last_accuracy": 0.5, "entropy_accuracy": 0.25, "task_known_accuracy": 0.75, "routing_accuracy": 0.625}
+    assert task_line(3, figures, 8) == (
+        "task 2/3 birds (a, b, c, d, …), 1.2 s: accuracy 0.500 over 8 classes (0.250 by entropy), "
+        "0.750 with the task known, right expert 0.625"
+    )
+
+
+def test_accuracy_of_logits_of_predictions_and_of_batches():
+    logits, labels = np.array([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]]), np.array([1, 1, 1])
+    assert Accuracy()(EvalPrediction((logits, None), labels)) == {"accuracy": 2 / 3}
+    assert Accuracy()(EvalPrediction(logits.argmax(1), labels)) == {"accuracy": 2 / 3}
+    assert Accuracy()(EvalPrediction(logits[:1], labels[:1])) == {"accuracy": 1.0}
+    assert Accuracy()(EvalPrediction(logits[:0], labels[:0])) == {"accuracy": 0.0}
+    batches = Accuracy()
+    assert batches(EvalPrediction(torch.tensor(logits[:2]), torch.tensor(labels[:2])), compute_result=False) == {}
+    assert batches(EvalPrediction(torch.tensor(logits[2:]), torch.tensor(labels[2:]))) == {"accuracy": 2 / 3}
+    assert batches(EvalPrediction(logits[:1], labels[:1])) == {"accuracy": 1.0}  # it begins anew

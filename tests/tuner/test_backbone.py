@@ -37,6 +37,7 @@ from peft_luca import (
 )
 from peft_luca.tuner.backbone import (
     BACKBONE_TOLERANCE,
+    STEPS,
     BackboneFacts,
     check_backbone,
     pooled_features,
@@ -400,6 +401,22 @@ def test_swapped_layers_do_not_find_the_reference_of_the_others():
 
 
 # --- another image processor ---
+
+
+def test_every_step_of_a_processor_has_its_settings():
+    settings = {name: f"value of {name}" for step, names in STEPS.items() for name in (step, *names)}
+    expected = "size resample crop_pct crop_size pad_size rescale_factor rescale_offset image_mean image_std".split()
+    assert set(expected) | set(STEPS) == set(settings)
+    assert processor_facts(SimpleNamespace(to_dict=lambda: {**settings, "other": 1})) == settings
+    for step in STEPS:
+        facts = processor_facts(SimpleNamespace(to_dict=lambda step=step: {**settings, step: False}))
+        assert facts == {name: value for name, value in settings.items() if name not in (step, *STEPS[step])}
+
+
+def test_settings_of_a_backbone_inside_another_config_count():
+    vit = make_vit()
+    vit.config.vision_config = {"patch_size": 99}
+    assert BackboneFacts.of(vit, "classifier").settings["patch_size"] == 99
 
 
 def test_processor_facts_are_what_is_done_to_pixels():

@@ -11,6 +11,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from peft_luca import LucaConfig
 from peft_luca.tuner.config import ARRANGEMENTS, NORM_POSITIONS
+from peft_luca.tuner.layer import find_layer
 
 
 SIX = ["a", "b", "c", "d", "e", "f"]
@@ -155,7 +156,7 @@ def test_initialization(vit):
     assert bool((layer.luca_adapter_norm["default"].weight == 1).all())
     assert not layer.luca_adapter_norm["default"].bias.any()
     assert layer.luca_scale["default"].item() == 12.0
-    assert bool((layer.luca_class_rows["default"].norm(dim=1) > 0.3).all())
+    assert bool(((layer.luca_class_rows["default"].norm(dim=1) - 1).abs() < 0.5).all())
     assert not layer.luca_reference_mean["default"].any()  # the identity until it is computed
     assert bool((layer.luca_reference_std["default"] == 1).all())
     assert layer.luca_whitening["default"].shape == (32, 31)
@@ -234,3 +235,35 @@ def test_a_large_batch_is_split_within_the_memory_budget(monkeypatch):
     assert sizes == [3, 3, 3, 1]
     assert torch.equal(split.expert, whole.expert)
     torch.testing.assert_close(split.logits, whole.logits)
+
+
+def test_experts_of_two_references_are_not_pooled():
+    model = make_model({"t": SIX[:3], "u": SIX[3:]})
+    layer = model.base_model.layer
+    for name in "tu":
+        model.collect_statistics(name, vectors(12), torch.arange(12) % 3)
+    for expert in "tu":
+        assert all(
+            torch.equal(one, layer.tensors(expert)[f"luca_reference_{part}.{expert}"])
+            for one, part in zip(layer.experts.reference(expert), ("mean", "std"), strict=True)
+        )
+    layer.luca_reference_mean["u"].copy_(layer.luca_reference_mean["t"] + 1)
+    layer.luca_reference_std["u"].copy_(layer.luca_reference_std["t"])
+    model.set_router("auto")
+    assert "auto (nearest)" in repr(model)
+    with pytest.raises(ValueError, match="reference"):
+        model.set_router("gaussian")
+    layer.luca_reference_mean["u"].copy_(layer.luca_reference_mean["t"])
+    layer._experts = None
+    model.set_router("gaussian")
+
+
+def test_without_a_reference_unit_features_are_cls_itself():
+    model, z = make_model({"t": SIX}, reference=False), vectors(5)
+    assert model.base_model.layer.experts.reference("t") is None
+    close(model.base_model.layer.unit_features(z, "t"), torch.nn.functional.normalize(z.double(), dim=1))
+
+
+def test_a_model_without_experts_has_no_layer():
+    with pytest.raises(ValueError, match="this ViTForImageClassification has no LuCA experts"):
+        find_layer(make_vit())
