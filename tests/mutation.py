@@ -95,7 +95,7 @@ class Mutator(ast.NodeTransformer):
         return node
 
     def visit_Raise(self, node):
-        return self.at(node, ast.Pass)
+        return node if "NotImplementedError" in ast.unparse(node) else self.at(node, ast.Pass)
 
     def visit_JoinedStr(self, node):
         return node
@@ -152,7 +152,7 @@ class Mutator(ast.NodeTransformer):
         return node
 
     def visit_Return(self, node):
-        if node.value is None:
+        if node.value is None or ast.unparse(node.value) == "None":
             return node
         node = self.generic_visit(node)
         return self.at(node, lambda: ast.Return(ast.Constant(None)))

@@ -64,6 +64,7 @@ def test_the_diagonal_that_a_low_rank_leaves_out_counts_by_its_mean():
     x, y = images(sizes=(30, 9, 14, 12, 11))
     statistics = collect(x, y, rank=2)
     made = RegularizedDiscriminant(statistics, shrinkage=0.4, sphere=0.1)
+    assert made.temperature == pytest.approx(0.44 * D**0.5)
     pooled, test = statistics.within[0], images(seed=9)[0]
     for k in range(5):
         freedom, factor = float(statistics.counts[k]) - 1, statistics.factors[k].double()

@@ -112,6 +112,9 @@ def test_experts_of_few_images_have_no_losses():
     kept, dropped = (with_evidence(statistics, x, y, keep_gram=keep) for keep in (True, False))
     assert kept.losses is dropped.losses is dropped.gram is dropped.random_sums is None
     assert kept.gram is statistics.gram
+    x, y = images(sizes=(30, 30, 30, 30, 20))
+    enough = ClassStatistics.collect(x, y, [f"c{k}" for k in range(5)], random_features=20)
+    assert with_evidence(enough, x, y, keep_gram=True).losses is not None
     one = with_evidence(ClassStatistics.collect(x[:1], y[:1] * 0, ["c"], random_features=20), x[:1], y[:1] * 0, True)
     assert one.losses is None
     assert not one.distances.any()
@@ -156,7 +159,7 @@ def test_losses_are_those_of_a_regression_without_the_image():
 
 def test_random_features_are_kept_where_they_pay(monkeypatch):
     monkeypatch.setattr(evidence, "RANDOM_FEATURES", 120)
-    few, many = collect(*rings(150)), collect(*rings(250))
+    few, many = collect(*rings(199)), collect(*rings(200))
     assert few.random_sums is few.losses is None
     assert many.gram is None
     assert ridge_weight(many.losses) > 0

@@ -133,6 +133,17 @@ def test_of_experts_that_score_a_class_alike_nearest_names_the_first(order):
 # ---- functions ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["entropy", "energy", "nearest"])
+def test_an_image_as_certain_as_the_bound_is_known(name):
+    experts, z = FakeExperts(THREE), images_of("cat", "sun")
+    confidence = make_router(name).route(z, experts).confidence
+    bound = float(confidence.median())
+    unknown = make_router(name, unknown_below=bound).route(z, experts).unknown
+    assert torch.equal(unknown, confidence < bound)
+    assert unknown.any()
+    assert not unknown[confidence == bound].any()
+
+
 def test_a_function_of_scores_routes_and_takes_options():
     experts = FakeExperts(THREE)
     scores = experts.scores(Z)

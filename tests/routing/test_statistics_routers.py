@@ -91,6 +91,14 @@ def test_statistics_of_different_references_are_not_pooled():
             experts.prepared(make_router("lda"))
 
 
+def test_references_are_compared_in_deviations():
+    mean, std = torch.zeros(D), torch.full((D,), 0.1)
+    for shift, is_same in ((0.004, True), (0.02, False)):
+        references = dict.fromkeys(THREE, (mean, std)) | {"trees": (mean + shift, std)}
+        router = make_router("auto").describe(FakeExperts(THREE, references=references))
+        assert router == ("auto (gaussian)" if is_same else "auto (nearest)")
+
+
 @names
 def test_statistics_of_no_images_are_refused(name):
     experts = FakeExperts({"animals": ANIMALS, "skies": SKIES})
