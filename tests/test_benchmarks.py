@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shlex
 import shutil
 from functools import partial
@@ -152,6 +153,29 @@ def test_a_run_writes_its_command_and_what_it_measured_by_hand(given, bench, tmp
     expected = float((cosines.argmax(1) == test.labels).double().mean())
     assert [seed["last_accuracy"] for seed in result["seeds"]] == pytest.approx([expected] * 2)
     assert result["summary"]["last_accuracy"] == {"mean": pytest.approx(expected, abs=1e-4), "deviation": 0.0}
+
+
+def test_a_method_of_ones_own_is_measured_as_the_page_says(given, bench, tmp_path):
+    code, command = re.findall(r"```(?:python|bash)\n(.*?)```", (ROOT / "examples" / "README.md").read_text(), re.S)[
+        -2:
+    ]
+    own = tmp_path / "medians.py"
+    own.write_text(code)
+    assert "--method medians.py" in command
+    arguments = [*given, "--increment", "3", "--method", str(own), "--seeds", "0", "--results", str(tmp_path)]
+    (((args, line),),) = run.parse_arguments(arguments)
+    run.run(args, bench, line)
+    result = read(tmp_path / "colors" / "medians.json")
+    train, test = bench.parts["train"], bench.parts["test"]
+    x, z = bench.unit(train.features), bench.unit(test.features)
+    medians = torch.stack([x[train.labels == k].median(dim=0).values for k in range(6)])
+    right = (torch.cdist(z, medians).argmin(1) == test.labels).double().mean()
+    assert (result["method"], result["seeds"][0]["last_accuracy"]) == ("medians", pytest.approx(float(right)))
+    own.write_text("x = 1")
+    with pytest.raises(SystemExit, match=r"medians.py must define one subclass of Method, got 0"):
+        run.parse_arguments(arguments)
+    with pytest.raises(SystemExit, match=r"--method must be one of luca, .* or a Python file, got 'simplecli'"):
+        run.parse_arguments([*given, "--increment", "3", "--method", "simplecli"])
 
 
 def test_a_seed_decides_the_order_of_classes_and_domains_come_one_after_another(bench, given):

@@ -13,6 +13,7 @@ A config holds defaults of the arguments; the command line wins.
 from __future__ import annotations
 
 import json
+import runpy
 import shlex
 import sys
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from harness import (
     CONFIGS,
     RESULTS,
     Bench,
+    Method,
     StreamArguments,
     arguments_of,
     be_quiet,
@@ -39,7 +41,9 @@ from methods import METHODS
 class RunArguments(StreamArguments):
     """Which method, and where the figures go."""
 
-    method: str = field(default="luca", metadata={"help": "The method.", "choices": list(METHODS)})
+    method: str = field(
+        default="luca", metadata={"help": f"One of {', '.join(METHODS)}; or a Python file with a class of your own."}
+    )
     settings: str = field(default="{}", metadata={"help": "Attributes of the method, as JSON."})
     results: str = field(default=str(RESULTS), metadata={"help": "Folder of the results."})
 
@@ -79,16 +83,30 @@ def check(args: RunArguments) -> None:
         settings = json.loads(args.settings)
     except json.JSONDecodeError as error:
         raise SystemExit(f"--settings must be JSON: {error}.") from error
-    unknown = [name for name in settings if not hasattr(METHODS[args.method], name)]
+    method = method_of(args.method)
+    unknown = [name for name in settings if not hasattr(method, name)]
     if unknown:
         raise SystemExit(f"{args.method} has no attribute {', '.join(unknown)}, which --settings names.")
 
 
+def method_of(name: str) -> type[Method]:
+    """The class of a method: of this package by its name, or the one that is defined in a Python file."""
+    if name in METHODS:
+        return METHODS[name]
+    if not name.endswith(".py") or not Path(name).is_file():
+        raise SystemExit(f"--method must be one of {', '.join(METHODS)}, or a Python file, got {name!r}.")
+    defined = [value for value in runpy.run_path(name, run_name=name).values() if isinstance(value, type)]
+    found = [kind for kind in defined if issubclass(kind, Method) and kind.__module__ == name]
+    if len(found) != 1:
+        raise SystemExit(f"{name} must define one subclass of Method, got {len(found)}.")
+    return found[0]
+
+
 def run(args: RunArguments, bench: Bench, command: str) -> None:
     """Measure every seed; write the file after each."""
-    method = METHODS[args.method]
+    method = method_of(args.method)
     method = type(method.__name__, (method,), json.loads(args.settings))
-    path = Path(args.results) / args.name / f"{args.method}.json"
+    path = Path(args.results) / args.name / f"{Path(args.method).stem}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = {
         "model": Path(args.model).name,
@@ -101,8 +119,8 @@ def run(args: RunArguments, bench: Bench, command: str) -> None:
     for seed in args.seeds:
         seeds.append({"seed": seed, **measure(method, bench, seed)})
         summary = summarise(seeds)
-        write_results(path, command=command, stream=stream, method=args.method, summary=summary, seeds=seeds)
-        print(f"{args.name}, {args.method}, seed {seed}: A_B {seeds[-1]['last_accuracy']:.3f}", flush=True)
+        write_results(path, command=command, stream=stream, method=path.stem, summary=summary, seeds=seeds)
+        print(f"{args.name}, {path.stem}, seed {seed}: A_B {seeds[-1]['last_accuracy']:.3f}", flush=True)
 
 
 def summarise(seeds: list[dict[str, Any]]) -> dict[str, Any]:
