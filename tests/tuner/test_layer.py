@@ -267,3 +267,23 @@ def test_without_a_reference_unit_features_are_cls_itself():
 def test_a_model_without_experts_has_no_layer():
     with pytest.raises(ValueError, match="this ViTForImageClassification has no LuCA experts"):
         find_layer(make_vit())
+
+
+def test_images_are_read_alike_for_all_experts_or_a_warning_says_so(recwarn):
+    model = make_model({"t": SIX[:3]})
+    model.add_adapter("same", LucaConfig(classes=SIX))
+    assert not [warning for warning in recwarn if "images are read" in str(warning.message)]
+    with pytest.warns(
+        UserWarning, match="'other' was trained with {'background': 'black', .* with {'background': 'wh"
+    ):
+        model.add_adapter("other", LucaConfig(classes=SIX, background="black"))
+
+
+def test_the_layer_prints_its_experts_line_by_line():
+    lines = repr(make_model({"t": SIX[:2], "u": SIX}).base_model.layer).split("\n")
+    assert lines[0] == "LucaLayer(width=32"
+    assert lines[1].startswith("  (base_layer): Linear(in_features=32")
+    assert lines[2] == "  2 experts, 6 classes; active: expert 't'"
+    assert lines[3].startswith("  t: 2 classes (a, b), LuCA of ")
+    assert lines[4].startswith("  u: 6 classes (a, b, c, d, e, …), LuCA of ")
+    assert lines[5:] == [")"]
