@@ -16,6 +16,7 @@ from .training.metrics import ContinualAccuracy
 from .tuner.config import LucaConfig
 from .tuner.layer import LucaLayer
 from .tuner.model import LucaModel
+from .tuner.prediction import Prediction
 from .tuner.reference import draw_reference_pictures
 from .utils import InvalidExpertError
 
@@ -35,6 +36,7 @@ __all__ = [
     "LucaLayer",
     "LucaModel",
     "LucaPipeline",
+    "Prediction",
     "Router",
     "RoutingOutput",
     "Task",

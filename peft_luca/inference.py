@@ -7,11 +7,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from huggingface_hub import get_session
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import ImageClassificationPipeline
 
 from .preprocessing import make_pixels
-from .tuner.layer import image_options
+from .tuner.backbone import pooled_features
+from .tuner.head import Head
+from .tuner.layer import find_layer, image_options
+from .tuner.prediction import processor_of
 
 
 def pixel_values(model: nn.Module, images: Iterable[Any], processing_class: Any) -> Tensor:
@@ -30,8 +34,36 @@ def pixel_values(model: nn.Module, images: Iterable[Any], processing_class: Any)
 class LucaPipeline(ImageClassificationPipeline):
     """
     An image classification pipeline that reads images as the trainer does. The one of transformers drops alpha and
-    all but 8 bits before the image processor sees an image. Give it to its `pipeline` as `pipeline_class`.
+    all but 8 bits before the image processor sees an image. `LucaPipeline(model=model)` takes the image processor of
+    the experts; to `pipeline` it is given as `pipeline_class`. With `unknown_label="unknown"` it answers that label
+    for images that the router takes for none of the known classes.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("image_processor") is None:
+            kwargs["image_processor"] = processor_of(kwargs.get("model"))
+        super().__init__(*args, **kwargs)
+
+    def _sanitize_parameters(self, unknown_label: str | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        kwargs.setdefault("function_to_apply", "softmax")  # for one class transformers takes a sigmoid
+        before, _, after = super()._sanitize_parameters(**kwargs)
+        return before, {"routed": unknown_label is not None}, after | {"unknown_label": unknown_label}
+
+    def _forward(self, model_inputs: Any, routed: bool = False) -> Any:  # type: ignore[override]
+        if not routed:
+            return super()._forward(model_inputs)
+        base = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        name, layer = find_layer(base)
+        features = pooled_features(base, Head(name, layer.width, layer.input_width), model_inputs["pixel_values"])
+        return layer.route_features(features)._asdict()
+
+    def postprocess(  # type: ignore[override]
+        self, model_outputs: Any, unknown_label: str | None = None, **kwargs: Any
+    ) -> Any:
+        """Classes with their scores; or the `unknown_label`, with 1 - [`RoutingOutput.known`]."""
+        if unknown_label is not None and model_outputs["unknown"]:
+            return [{"label": unknown_label, "score": 1 - float(model_outputs["known"])}]
+        return super().postprocess(model_outputs, **kwargs)
 
     def check_model_type(self, supported_models: Any) -> None:
         """Takes a `PeftModel` without the warning of transformers."""

@@ -29,7 +29,7 @@ from ..tuner.backbone import check_backbone, warn_of_processor
 from ..tuner.experts import NewExpert
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import LucaExperts, LucaLayer, find_layer
-from ..tuner.model import quiet_peft, tuner_of
+from ..tuner.model import LucaPeftModel, quiet_peft, tuner_of
 from ..utils import InvalidExpertError, atomic_write, check_classes, list_names, show, warn_about_spellings, write_json
 from . import validation
 from .validation import MANIFEST_FORMAT, MANIFEST_NAME, STATISTICS_FORMAT, STATISTICS_NAME, Manifest
@@ -144,7 +144,7 @@ def load_experts(
     allow_mismatch: bool = False,
     statistics: bool = True,
     processing_class: Any = None,
-) -> PeftModel:
+) -> LucaPeftModel:
     """
     Composes experts, of one owner or of several, into one classifier, without training. All files are read and checked
     before the model is changed, so that after an error it is as it was.
@@ -154,7 +154,8 @@ def load_experts(
             The backbone with a head, or a model that has experts already, to which these are added.
         sources (`str`, list or dict):
             Folders or Hub ids, each of one expert or of a collection. Experts are called as in their collection, or
-            after the last part of their id; a dict gives single experts other names.
+            after the last part of their id. A key of a dict names a single expert, and goes before the names of a
+            collection's: `{"bugs": "lab/run"}` loads its `task_0` as `bugs_task_0`.
         revision (`str`, *optional*): Branch, tag or commit on the Hub, the same for all sources.
         token (`str` or `bool`, *optional*): Hub token.
         rename (`dict`, *optional*):
@@ -182,11 +183,10 @@ def load_experts(
         folder = _local(source, revision, token, None, statistics)
         if not (folder / MANIFEST_NAME).is_file():
             folders.append((name or _name_after(source, model), folder))
-        elif name is not None:
-            raise ValueError(f"{source} is a collection, whose experts have names: it cannot be called {name!r}.")
         else:
             manifest = validation.read_manifest(folder)
-            folders += [(expert, folder / expert) for expert in manifest.names]
+            prefix = f"{name}_" if name else ""
+            folders += [(prefix + expert, folder / expert) for expert in manifest.names]
     if not folders:
         raise ValueError("there are no experts to load: the list is empty.")
     manifest = manifest if len(named) == 1 else None
@@ -206,31 +206,36 @@ def load_expert(
     source: Source,
     name: str | None = None,
     *,
+    expert: str | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
     rename: Mapping[str, str] | None = None,
     allow_mismatch: bool = False,
     statistics: bool = True,
     processing_class: Any = None,
-) -> PeftModel:
+) -> LucaPeftModel:
     """
     Adds one expert to a backbone, or to a model that has experts already, as [`load_experts`] does.
 
     Args:
         source (`str` or `PathLike`): Folder or Hub id of an expert, or of a collection that has it.
-        name (`str`, *optional*):
-            What the expert is called in the model, by default the last part of its id. Of a collection: which of its
-            experts; no other is downloaded, and the collection's router is not set.
+        name (`str`, *optional*): What the expert is called in the model. By default as `expert`, or after its id.
+        expert (`str`, *optional*):
+            Which expert of a collection, by default the one called `name`. No other is downloaded, and the
+            collection's router is not set.
         rename (`dict`, *optional*): Other names for classes, `{class: name}`.
         model, revision, token, allow_mismatch, statistics, processing_class: See [`load_experts`].
     """
-    folder = _local(source, revision, token, name or "", statistics)
+    wanted = expert or name
+    folder = _local(source, revision, token, wanted or "", statistics)
     if (folder / MANIFEST_NAME).is_file():
         names = validation.read_manifest(folder).names
-        if name not in names:
-            raise ValueError(f"{source} is a collection of {list_names(names)}. Name one of them, got {name!r}.")
-        folder = folder / str(name)
-    name = name or _name_after(source, model)
+        if wanted not in names:
+            raise ValueError(f"{source} is a collection of {list_names(names)}. Name one of them, got {wanted!r}.")
+        folder = folder / str(wanted)
+    elif expert is not None:
+        raise ValueError(f"{source} is one expert and no collection, of which expert={expert!r} could be taken.")
+    name = name or expert or _name_after(source, model)
     return _load(model, [(name, folder)], None, {name: rename or {}}, allow_mismatch, statistics, processing_class)
 
 
@@ -300,13 +305,14 @@ def _load(
     allow_mismatch: bool,
     statistics: bool,
     processing_class: Any,
-) -> PeftModel:
+) -> LucaPeftModel:
     """Reads and checks everything, then adds the experts to the model."""
     tuner = tuner_of(model) if isinstance(model, PeftModel) else None
     names = [name for name, _ in folders]
     counts = Counter(map(str.lower, [*(tuner.experts if tuner else ()), *names]))  # as folders' names are
     if twice := [name for name in names if counts[name.lower()] > 1]:
-        raise ValueError(f"more than one expert is called {twice[0]!r}. Give names: {{'name': source, ...}}.")
+        remedy = "Load the sources as a dict, whose keys go before the names of a collection: {'bugs': source, ...}"
+        raise ValueError(f"more than one expert is called {twice[0]!r}. {remedy}.")
     if unknown := sorted(set(rename) - set(names)):
         raise ValueError(f"rename names the experts {unknown}, but those to load are {list_names(names)}.")
     options = allow_mismatch, statistics

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -19,6 +19,7 @@ from .backbone import BackboneFacts, is_identity, pooled_features
 from .config import LucaConfig
 from .head import Head
 from .peft_hooks import ExpertConfigs, PeftHooks, check_new_expert
+from .prediction import Prediction, predict
 from .reference import whitening
 
 
@@ -181,6 +182,28 @@ class LucaModel(PeftHooks):
                 stacklevel=2,
             )
 
+    def predict(
+        self, images: Any, top_k: int = 1, batch_size: int = 32, processing_class: Any = None
+    ) -> list[Prediction]:
+        """
+        Says of each image which class it shows, by the router that is set or else by the active expert.
+
+        Args:
+            images (`PIL.Image.Image`, `str`, `numpy.ndarray`, `dict`, list of them, or `datasets.Dataset`):
+                Images of any size and kind, as [`~peft_luca.preprocessing.read_image`] takes them. Of a dataset the
+                column of images is read.
+            top_k (`int`, *optional*, defaults to `1`): Number of classes in [`Prediction.top`].
+            batch_size (`int`, *optional*, defaults to `32`): Images per pass of the backbone.
+            processing_class (`BaseImageProcessor`, *optional*): By default the one of the experts' training images.
+
+        Returns:
+            `list` of [`Prediction`], one for each image.
+
+        Raises:
+            ValueError: an image cannot be read, or the experts do not know their image processor.
+        """
+        return predict(self, images, top_k, batch_size, processing_class)
+
     def pooled_features(self, pixel_values: Tensor, **options: Any) -> Tensor:
         """[CLS] of images, `(batch, channels, height, width)` → `(batch, d)`: one pass of the trunk, no expert."""
         if self.model.training:  # set by its own train(), past this one's
@@ -272,6 +295,15 @@ class LucaModel(PeftHooks):
         """Σ|θ| over an expert's LuCA parameters, not its rows and σ (paper, §3). By default of the active expert."""
         parameters = self.layer.luca_parameters(name or self.active_adapters[0]).values()
         return torch.stack([parameter.abs().sum() for parameter in parameters]).sum()
+
+
+if TYPE_CHECKING:
+
+    class LucaPeftModel(PeftModel, LucaModel):  # type: ignore[misc, override]
+        """A [`~peft.PeftModel`] with LuCA experts: whatever it does not have itself is the tuner's."""
+
+else:
+    LucaPeftModel = PeftModel
 
 
 def tuner_of(model: nn.Module) -> LucaModel:

@@ -224,6 +224,20 @@ def test_a_pattern_in_place_of_a_name_downloads_no_expert(hub, model):
     assert not hub.asked("adapter_")
 
 
+def test_collections_of_two_owners_are_put_together_in_one_line(hub):
+    models = {"owner": make_model(TWO, seed=1), "other": make_model(TWO, seed=2)}
+    for owner, model in models.items():
+        push_experts(model, f"{owner}/run", base_model=BASE, token=f"hf_{owner}")
+    both = load_experts(make_vit(), {"mine": "owner/run", "theirs": "other/run"})
+    assert list(both.experts) == [f"{prefix}_{name}" for prefix in ("mine", "theirs") for name in TWO]
+    for prefix, model in zip(("mine", "theirs"), models.values(), strict=True):
+        tensors = (expert_tensors(both, f"{prefix}_zeta"), expert_tensors(model, "zeta"))
+        assert all(map(torch.equal, *(found.values() for found in tensors)))
+    one = load_expert(make_vit(), "other/run", expert="alpha", name="bugs")
+    tensors = (expert_tensors(one, "bugs"), expert_tensors(models["other"], "alpha"))
+    assert all(map(torch.equal, *(found.values() for found in tensors)))
+
+
 def test_experts_of_two_owners(hub):
     first, second = make_model({"t": ["a", "b"]}, seed=1), make_model({"t": ["c", "a"]}, seed=2)
     push_expert(first, "t", "owner/birds", base_model=BASE)

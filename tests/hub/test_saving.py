@@ -465,7 +465,8 @@ def test_a_refused_file_leaves_a_loaded_expert_of_its_name(tmp_path):
     [
         ([], "there are no experts to load: the list is empty"),
         (lambda place: {"x/y": place / "one"}, "an expert cannot be called 'x/y'"),
-        (lambda place: {"x": place / "all"}, "is a collection, whose experts have names: it cannot be called 'x'"),
+        (lambda place: {"x/y": place / "all"}, "an expert cannot be called 'x/y_t'"),
+        (lambda place: {"x": place / "all", "x_t": place / "one"}, "one expert is called 'x_t'. Load the sources as"),
         (lambda place: [place / "one", place / "all", place / "one"], "more than one expert is called 'one'"),
         (lambda place: {"ONE": place / "one", "one": place / "one"}, "more than one expert is called 'ONE'"),
         (lambda place: {"Mine": place / "one", "mine": place / "one"}, "more than one expert is called 'Mine'"),
@@ -475,6 +476,27 @@ def test_a_refused_file_leaves_a_loaded_expert_of_its_name(tmp_path):
 )
 def test_sources(saved, sources, message):
     assert_refused(lambda model: load_experts(model, sources(saved) if callable(sources) else sources), message)
+
+
+def test_collections_with_experts_of_the_same_names_are_put_together_by_prefixes(saved):
+    model = load_experts(make_vit(), {"ann": saved / "all", "ben": saved / "all"}, rename={"ben_t": {"a": "z"}})
+    alone = load_experts(make_vit(), saved / "all")
+    assert list(model.experts) == ["ann_t", "ann_w", "ben_t", "ben_w"]
+    assert model.experts["ann_t"] == alone.experts["t"] != model.experts["ben_t"]
+    for name in ("ann_t", "ben_t"):
+        assert all(map(torch.equal, expert_tensors(model, name).values(), expert_tensors(alone, "t").values()))
+    once = load_experts(make_vit(), {"ann": saved / "all"})
+    assert (list(once.experts), once.router) == (["ann_t", "ann_w"], alone.router)
+
+
+def test_an_expert_of_a_collection_is_called_as_one_likes(saved):
+    model = load_expert(make_vit(), saved / "all", expert="t", name="bugs")
+    model = load_expert(model, saved / "all", expert="w")
+    model = load_expert(model, saved / "all", "t")
+    assert list(model.experts) == ["bugs", "w", "t"]
+    assert all(map(torch.equal, expert_tensors(model, "bugs").values(), expert_tensors(model, "t").values()))
+    message = "is one expert and no collection, of which expert='t' could be taken"
+    assert_refused(lambda model: load_expert(model, saved / "one", expert="t"), message)
 
 
 def test_an_expert_that_the_model_has(saved):

@@ -606,3 +606,32 @@ def test_save_model_is_a_collection(learned, tmp_path):
     loaded, x = load_experts(make_vit(), tmp_path / "model"), pixels()
     assert torch.equal(loaded(x).logits, learned.model(x).logits)
     assert (tmp_path / "model" / "preprocessor_config.json").is_file()
+
+
+# --- on top of other people's runs ---
+
+
+def test_two_runs_are_merged_and_learned_on_without_their_data(tmp_path):
+    runs = {}
+    for owner, names in (("ann", FOUR[:2]), ("ben", FOUR[2:])):
+        runs[owner] = make_trainer(tmp_path / owner, TaskStream.from_tasks([make_splits(names)]))
+        runs[owner].train()
+    merged = load_experts(make_vit(), {owner: tmp_path / owner for owner in runs})
+    before = {name: expert_tensors(merged, name) for name in merged.experts}
+    stream = TaskStream.from_tasks([make_splits(NAMES[4:6])])
+    trainer = make_trainer(tmp_path / "both", stream, model=merged)
+    trainer.train()
+    assert list(trainer.model.experts) == ["ann_task_0", "ben_task_0", "task_0"]
+    for name, tensors in before.items():
+        assert_same(expert_tensors(trainer.model, name), tensors)
+    assert set(trainer.model.classes) == {*FOUR, *NAMES[4:6]}
+    merged = load_experts(make_vit(), {owner: tmp_path / owner for owner in runs})
+    again = make_trainer(tmp_path / "both", stream, model=merged)
+    again.train()
+    assert again.results() == trainer.results()
+    with pytest.raises(
+        ValueError, match=r"an expert 'task_0' already\. .* To resume a run, give the backbone as it was"
+    ):
+        make_trainer(tmp_path / "both", stream, model=load_experts(make_vit(), tmp_path / "both"))
+    answers = load_experts(make_vit(), tmp_path / "both").predict(make_splits(NAMES[4:6])["test"])
+    assert answers == trainer.model.predict(make_splits(NAMES[4:6])["test"])
