@@ -75,7 +75,7 @@ def make_template(model: nn.Module, luca_config: LucaConfig | None, recipe: str)
 
 def check_task(task: Task, model: nn.Module, args: ContinualTrainingArguments) -> None:
     if isinstance(model, PeftModel) and task.name in tuner_of(model).experts:
-        remedy = "Delete it, or give the task another name. To resume a run, give the backbone as it was before the run"
+        remedy = "Delete it, or give the task another name. To resume a run, give the model as it was before it"
         raise ValueError(f"there is an expert {task.name!r} already. {remedy}.")
     check_expert_name(task.name, model)
     if args.plots and task.name == PLOTS_NAME:
