@@ -6,8 +6,7 @@ lies beside this file. No network is needed.
 
     accelerate launch examples/cil.py
 
-With arguments: any image classifier and any dataset, from the Hub or from disk. All arguments of
-ContinualTrainingArguments are taken too.
+With arguments: any image classifier and any dataset, from the Hub or from disk, as `peft-luca train` takes them.
 
     accelerate launch examples/cil.py --model google/vit-base-patch16-224-in21k --dataset cifar100 \
         --label_column fine_label --increment 10
@@ -19,7 +18,6 @@ Running it again in the same --output_dir resumes where it stopped. The argument
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,35 +26,22 @@ import torch
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL.Image import fromarray
 from sklearn.datasets import load_digits
-from transformers import AutoImageProcessor, AutoModelForImageClassification, HfArgumentParser, PreTrainedModel
-from transformers.utils import logging
 
-from peft_luca import ContinualTrainer, ContinualTrainingArguments, LucaConfig, TaskStream
+from peft_luca import ContinualTrainer
+from peft_luca.cli import StreamArguments, parse_stream, train
 from peft_luca.training.metrics import summarize
 
 
 DIGITS = "digits"
-DTYPES = ("float32", "float16", "bfloat16", "float64")
 BUNDLED_BACKBONE = Path(__file__).parent / "assets" / "letters-vit"
 
 
 @dataclass
-class ExampleArguments:
+class ExampleArguments(StreamArguments):
     """What to learn, and on which backbone."""
 
     model: str = field(default=str(BUNDLED_BACKBONE), metadata={"help": "An image classifier: Hub id or folder."})
     dataset: str = field(default=DIGITS, metadata={"help": "Hub id, folder of images or of data files, or 'digits'."})
-    image_column: str | None = field(default=None, metadata={"help": "Column of the images; found if there is one."})
-    label_column: str = field(default="label", metadata={"help": "Column of the labels."})
-    domain_column: str | None = field(
-        default=None, metadata={"help": "Learn one domain after another, by this column, and not class after class."}
-    )
-    increment: int = field(default=2, metadata={"help": "Classes per task."})
-    init_classes: int | None = field(default=None, metadata={"help": "Classes of the first task, if another number."})
-    class_order_seed: int = field(default=1993, metadata={"help": "Seed of the class order."})
-    test_size: float | None = field(default=None, metadata={"help": "Share held out, if there is no test split."})
-    dtype: str = field(default="float32", metadata={"help": "Type of the backbone's weights.", "choices": DTYPES})
-    luca_config: str = field(default="{}", metadata={"help": "Fields of LucaConfig, as JSON."})
 
 
 def digits() -> Dataset:
@@ -65,21 +50,6 @@ def digits() -> Dataset:
     images = [fromarray((image * (255 / 16)).astype("uint8")) for image in data.images]
     features = Features({"image": Image(), "label": ClassLabel(names=[str(name) for name in data.target_names])})
     return Dataset.from_dict({"image": images, "label": data.target.tolist()}, features=features)
-
-
-def make_stream(args: ExampleArguments) -> TaskStream:
-    dataset = digits() if args.dataset == DIGITS else args.dataset
-    columns = {"image_column": args.image_column, "label_column": args.label_column}
-    if args.domain_column:
-        return TaskStream.from_domains(dataset, domain_column=args.domain_column, **columns)
-    return TaskStream.from_dataset(
-        dataset,
-        increment=args.increment,
-        init_classes=args.init_classes,
-        seed=args.class_order_seed,
-        test_size=0.25 if args.dataset == DIGITS and args.test_size is None else args.test_size,
-        **columns,
-    )
 
 
 def class_means(trainer: ContinualTrainer) -> dict:
@@ -120,72 +90,26 @@ def table(results: dict, baseline: dict) -> str:
     return "\n".join(lines)
 
 
-def load_backbone(name: str, dtype: str) -> PreTrainedModel:
-    """An image classifier, whose head the experts take the place of: that it is new is nothing to be told of."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        model, found = AutoModelForImageClassification.from_pretrained(
-            name, dtype=getattr(torch, dtype), output_loading_info=True
-        )
-    finally:
-        logging.set_verbosity(verbosity)
-    lacking = sorted(key for key in found["missing_keys"] if not key.startswith("classifier."))
-    if lacking:
-        print(f"warning: {name} has no weights for {', '.join(lacking[:5])}, which are random now", file=sys.stderr)
-    return model
-
-
-def parse_arguments() -> tuple[ExampleArguments, ContinualTrainingArguments, LucaConfig]:
-    """From the command line, or from a JSON file that it names."""
-    usage = "cil.py [ARGUMENTS.json] [--ARGUMENT VALUE ...]   (cil.py --help lists them)"
-    parser = HfArgumentParser((ExampleArguments, ContinualTrainingArguments), usage=usage)
-    if len(sys.argv) == 2 and sys.argv[1].endswith(".json"):
-        try:
-            example, args = parser.parse_dict(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-        except OSError as error:
-            parser.error(f"{sys.argv[1]} cannot be read: {error.strerror}")
-        except (ValueError, TypeError, AttributeError) as error:
-            parser.error(f"{sys.argv[1]} does not hold arguments as one JSON object: {error}")
-    else:
-        try:
-            example, args = parser.parse_args_into_dataclasses()
-        except ValueError as error:
-            parser.error(str(error))
-    if example.dtype not in DTYPES:  # a file is not checked by the parser
-        parser.error(f"dtype must be one of {', '.join(DTYPES)}, got {example.dtype!r}")
-    try:
-        config = LucaConfig(**json.loads(example.luca_config))
-    except (ValueError, TypeError) as error:
-        parser.error(
-            f"--luca_config must hold fields of LucaConfig as one JSON object, got {example.luca_config}: {error}"
-        )
-    if Path(args.output_dir).name == "trainer_output":  # what Trainer takes when none is given
-        args.output_dir = str(Path("out") / Path(example.dataset).name)
+def parse_arguments():
+    """The arguments of the command line. Of the digits a quarter is held out."""
+    example, args, config = parse_stream(ExampleArguments, sys.argv[1:], "cil.py")
+    if example.dataset == DIGITS and example.test_size is None:
+        example.test_size = 0.25
     return example, args, config
 
 
 def main() -> None:
     example, args, config = parse_arguments()
     try:
-        stream = make_stream(example)
-        trainer = ContinualTrainer(
-            model=load_backbone(example.model, example.dtype),
-            args=args,
-            stream=stream,
-            luca_config=config,
-            processing_class=AutoImageProcessor.from_pretrained(example.model),
-        )
+        trainer = train(example, args, config, digits() if example.dataset == DIGITS else None)
     except (ValueError, OSError) as error:  # what was asked for cannot be done: that is all there is to say
         sys.exit(f"cil.py: {error}")
-    if trainer.is_world_process_zero():
-        print(stream)
-    trainer.train()
-    trainer.save_model()
     baseline = class_means(trainer)
     if trainer.is_world_process_zero():
         print(table(trainer.results(), baseline))
-        print(f"\nThe experts and results.json are in {args.output_dir}.")
+        print(f"\nThe experts and results.json are in {args.output_dir}. Next:")
+        print(f"  peft-luca show {args.output_dir}")
+        print(f"  peft-luca predict {args.output_dir} photo.png --top_k 3")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from tempfile import mkdtemp
 
-from cil import BUNDLED_BACKBONE, load_backbone
+from cil import BUNDLED_BACKBONE
 from helpers import learn, some_digits
-from transformers import AutoImageProcessor, pipeline
 
-from peft_luca import LucaPipeline, TaskStream, load_experts, save_expert
+from peft_luca import TaskStream, load_experts, save_expert
+from peft_luca.cli import load_backbone
 
 
 def main() -> None:
@@ -22,17 +22,14 @@ def main() -> None:
         trainer = learn(TaskStream.from_tasks({owner: some_digits(*wanted)}))
         save_expert(trainer.model, owner, f"{folder}/{owner}")  # or push_expert(…, "ann/digits")
 
-    model = load_experts(load_backbone(str(BUNDLED_BACKBONE), "float32"), [f"{folder}/ann", f"{folder}/ben"])
-    model.set_router("gaussian")  # both came with their statistics; "entropy" needs none
+    model = load_experts(load_backbone(str(BUNDLED_BACKBONE)), [f"{folder}/ann", f"{folder}/ben"])
     print(model)
 
     images = some_digits(0, 1, 2, 3)
     names = images.features["label"].names
-    processor = AutoImageProcessor.from_pretrained(BUNDLED_BACKBONE)
-    options = {"image_processor": processor, "pipeline_class": LucaPipeline}
-    classify = pipeline("image-classification", model=model, **options)
-    answers = classify(images["image"][:], top_k=1, batch_size=32)
-    right = sum(answer[0]["label"] == names[label] for answer, label in zip(answers, images["label"], strict=True))
+    answers = model.predict(images)
+    print(answers[0])
+    right = sum(answer.label == names[label] for answer, label in zip(answers, images["label"], strict=True))
     print(f"{right} of {len(images)} images classified right")
 
 

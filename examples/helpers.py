@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from tempfile import mkdtemp
 
-from cil import BUNDLED_BACKBONE, digits, load_backbone
+from cil import BUNDLED_BACKBONE, digits
 from datasets import Dataset
 from transformers import AutoImageProcessor
 
 from peft_luca import ContinualTrainer, ContinualTrainingArguments, TaskStream
+from peft_luca.cli import load_backbone
 
 
 def some_digits(*wanted: int) -> Dataset:

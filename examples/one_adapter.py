@@ -9,11 +9,12 @@ from __future__ import annotations
 from tempfile import mkdtemp
 
 import numpy as np
-from cil import BUNDLED_BACKBONE, digits, load_backbone
+from cil import BUNDLED_BACKBONE, digits
 from peft import PeftModel, get_peft_model
 from transformers import AutoImageProcessor, Trainer, TrainingArguments
 
 from peft_luca import ImageCollator, LucaConfig
+from peft_luca.cli import load_backbone
 
 
 def main() -> None:

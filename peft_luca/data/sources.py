@@ -102,6 +102,11 @@ def read_image_folder(root: Path) -> DatasetDict | None:
     return splits
 
 
+def image_files(root: Path) -> list[Path]:
+    """Returns the images below a folder except hidden ones, sorted."""
+    return sorted(file for file in _files(root) if file.suffix.lower() in ImageFolder.EXTENSIONS)
+
+
 def _files(root: Path) -> Iterator[Path]:
     """Yields the files below a folder except hidden ones. Links to folders are followed, but each folder only once."""
     seen: set[str] = set()

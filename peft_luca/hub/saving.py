@@ -180,7 +180,7 @@ def load_experts(
     folders: list[tuple[str, Path]] = []
     manifest: Manifest | None = None
     for name, source in named:
-        folder = _local(source, revision, token, None, statistics)
+        folder = local_folder(source, revision, token, None, statistics)
         if not (folder / MANIFEST_NAME).is_file():
             folders.append((name or _name_after(source, model), folder))
         else:
@@ -227,7 +227,7 @@ def load_expert(
         model, revision, token, allow_mismatch, statistics, processing_class: See [`load_experts`].
     """
     wanted = expert or name
-    folder = _local(source, revision, token, wanted or "", statistics)
+    folder = local_folder(source, revision, token, wanted or "", statistics)
     if (folder / MANIFEST_NAME).is_file():
         names = validation.read_manifest(folder).names
         if wanted not in names:
@@ -239,7 +239,13 @@ def load_expert(
     return _load(model, [(name, folder)], None, {name: rename or {}}, allow_mismatch, statistics, processing_class)
 
 
-def _local(source: Source, revision: str | None, token: str | bool | None, name: str | None, statistics: bool) -> Path:
+def local_folder(
+    source: Source,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    name: str | None = None,
+    statistics: bool = True,
+) -> Path:
     """
     Returns the folder of a source: itself, or where the files of a Hub repository are in the cache. Of a collection
     the manifest is downloaded first, then what it lists, of the expert `name` or of all (`None`).

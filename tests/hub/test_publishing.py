@@ -27,6 +27,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from peft_luca import (
     InvalidExpertError,
+    cli,
     list_experts,
     load_expert,
     load_experts,
@@ -236,6 +237,18 @@ def test_collections_of_two_owners_are_put_together_in_one_line(hub):
     one = load_expert(make_vit(), "other/run", expert="alpha", name="bugs")
     tensors = (expert_tensors(one, "bugs"), expert_tensors(models["other"], "alpha"))
     assert all(map(torch.equal, *(found.values() for found in tensors)))
+
+
+def test_the_command_pushes_and_shows(hub, model, tmp_path, capsys):
+    save_experts(model, tmp_path / "all")
+    make_vit().save_pretrained(tmp_path / "vit")
+    with pytest.warns(UserWarning, match="which is not on the Hub"):
+        cli.main(["push", str(tmp_path / "all"), "owner/pushed", "--private", "--model", str(tmp_path / "vit")])
+    assert hub.repos["owner/pushed"].private
+    assert_same(expert_tensors(load_experts(make_vit(), "owner/pushed"), "zeta"), expert_tensors(model, "zeta"))
+    capsys.readouterr()
+    cli.main(["show", "owner/pushed"])
+    assert "2 experts of an unnamed backbone" in capsys.readouterr().out
 
 
 def test_experts_of_two_owners(hub):

@@ -629,9 +629,7 @@ def test_two_runs_are_merged_and_learned_on_without_their_data(tmp_path):
     again = make_trainer(tmp_path / "both", stream, model=merged)
     again.train()
     assert again.results() == trainer.results()
-    with pytest.raises(
-        ValueError, match=r"an expert 'task_0' already\. .* To resume a run, give the model as it was"
-    ):
+    with pytest.raises(ValueError, match=r"an expert 'task_0' already\. .* To resume a run, give the model as it was"):
         make_trainer(tmp_path / "both", stream, model=load_experts(make_vit(), tmp_path / "both"))
     answers = load_experts(make_vit(), tmp_path / "both").predict(make_splits(NAMES[4:6])["test"])
     assert answers == trainer.model.predict(make_splits(NAMES[4:6])["test"])
