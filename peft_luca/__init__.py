@@ -7,7 +7,7 @@ from .data.feature_cache import FeatureDataset
 from .data.task_stream import Task, TaskStream
 from .hub.publishing import list_experts, push_expert, push_experts
 from .hub.saving import load_expert, load_experts, save_expert, save_experts
-from .inference import LucaPipeline, pixel_values
+from .inference import LucaPipeline, export_onnx, pixel_values
 from .routing import Router, RoutingOutput
 from .training.arguments import ContinualTrainingArguments
 from .training.continual_trainer import ContinualTrainer
@@ -43,6 +43,7 @@ __all__ = [
     "TaskStream",
     "__version__",
     "draw_reference_pictures",
+    "export_onnx",
     "list_experts",
     "load_expert",
     "load_experts",
