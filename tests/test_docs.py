@@ -18,6 +18,7 @@ from transformers import TrainingArguments, ViTConfig, ViTForImageClassification
 
 import peft_luca
 from peft_luca import ContinualTrainingArguments, LucaConfig, LucaLayer, save_expert
+from peft_luca.tuner.backbone import processor_facts
 from peft_luca.training.arguments import CONFIG_RECIPES, RECIPES
 
 
@@ -103,7 +104,8 @@ def runner(tmp_path_factory):
     ViTImageProcessorPil().save_pretrained(folder)
     for repo_id, classes in (("lab-a/vit-birds", ["owl", "wren"]), ("lab-b/vit-satellite", ["sea", "town"])):
         vit = ViTForImageClassification.from_pretrained(folder)
-        save_expert(get_peft_model(vit, LucaConfig(classes=classes)), "default", put_into_cache(cache, repo_id))
+        config = LucaConfig(classes=classes, processor=processor_facts(ViTImageProcessorPil()))
+        save_expert(get_peft_model(vit, config), "default", put_into_cache(cache, repo_id))
     environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache), "HF_HOME": home, "HOME": home}
     environment |= {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
