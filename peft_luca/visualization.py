@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEAT = "cividis"  # its luminance rises evenly, also for eyes that do not tell red from green
-# Categories, dark to light, with a marker or hatch each: 42 pairs of colour and marker before one repeats.
-COLORS = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")
+COLORS = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")  # dark to light
+# Of tasks, with a marker each: 84 pairs before one repeats. From Kelly, Color Engineering 3 (1965).
+CATEGORIES = "#f3c300 #875692 #f38400 #a1caf1 #be0032 #008856 #e68fac #0067a5 #c2b280 #2b3d26 #882d17 #8db600".split()
 MARKERS = "osD^vP*"
 HATCHES = ("", "///")
 NAMED = 12  # with more tasks, numbers in cells are left out
@@ -45,9 +46,9 @@ Features: TypeAlias = Mapping[str, Any]  # FeatureDataset by expert; data/ impor
 
 def accuracy_matrix(results: Mapping[str, Any]) -> Figure:
     """Accuracy on every task (columns) after every stage (rows), routed, in per cent."""
-    matrix = _measured(results.get("accuracy_matrix") or [[]])
-    figure, (axes,) = _figure(4.8, 4.0, xlabel="task", ylabel="after stage", title="Accuracy, routed (%)")
-    _heat(axes, 100 * matrix)
+    matrix, names = _measured(results.get("accuracy_matrix") or [[]]), [t["name"] for t in results.get("tasks", ())]
+    figure, (axes,) = _figure(4.8, 4.0, xlabel="task", ylabel="after", title="Accuracy, routed (%)")
+    _heat(axes, 100 * matrix, names, names)
     return figure
 
 
@@ -90,14 +91,13 @@ def entropy_histograms(model: PeftModel, features: Features) -> Figure:
     for i, (label, values) in enumerate(parts.items()):
         weights = np.full(len(values), 100 / max(1, len(values)))
         style: dict[str, Any] = {"color": COLORS[(1, 4)[i]], "hatch": HATCHES[i], "alpha": (1.0, 0.7)[i]}
-        style |= {"edgecolor": "black", "linewidth": 0.5}
-        axes.hist(values.numpy(), bins=edges, weights=weights, label=label, **style)
+        axes.hist(values.numpy(), edges, weights=weights, label=label, edgecolor="black", linewidth=0.5, **style)
     figure.legend(**BELOW)
     return figure
 
 
 def tsne(model: PeftModel, features: Features, seed: int = 0) -> Figure:
-    """[CLS] of images in the plane, by t-SNE: a marker for every task, and a ring around each misrouted image."""
+    """[CLS] of images in the plane, by t-SNE: a colour for every task, and a ring around each misrouted image."""
     check_installed()
     from sklearn.manifold import TSNE
 
@@ -108,7 +108,7 @@ def tsne(model: PeftModel, features: Features, seed: int = 0) -> Figure:
     figure, (axes,) = _figure(6.0, 5.0, xticks=[], yticks=[], title="[CLS] of the test images, by t-SNE")
     for i, name in enumerate(features):
         points = plane[(measured.task == experts.index(name)).numpy()]
-        style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": COLORS[i % len(COLORS)]}
+        style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": CATEGORIES[i % len(CATEGORIES)]}
         axes.scatter(points[:, 0], points[:, 1], s=28, edgecolors="black", linewidths=0.4, label=name, **style)
     wrong = plane[(measured.expert != measured.task).numpy()]
     axes.scatter(wrong[:, 0], wrong[:, 1], s=90, facecolors="none", edgecolors="black", label="misrouted")
@@ -124,26 +124,25 @@ def misrouted_images(
     Images that were routed to another task's expert, with every expert's best class and entropy: wrong predictions
     first, the one of lowest entropy before the others.
     """
-    measured = _measure(model, features)
-    experts, classes = list(model.experts), model.classes
-    wrong = (measured.expert != measured.task).nonzero()[:, 0].tolist()
-    labels = {row: model.experts[experts[measured.task[row]]][measured.labels[row]] for row in wrong}
-    predicted = {row: classes[measured.best[row, measured.expert[row]]] for row in wrong}
-    wrong.sort(key=lambda row: (labels[row] == predicted[row], float(measured.entropies[row, measured.expert[row]])))
-    wrong = wrong[:limit]
+    measured, experts, classes, found = _measure(model, features), list(model.experts), model.classes, []
+    for row in (measured.expert != measured.task).nonzero()[:, 0].tolist():
+        own, chosen, entropies = int(measured.task[row]), int(measured.expert[row]), measured.entropies[row]
+        label = model.experts[experts[own]][measured.labels[row]]
+        predicted = classes[measured.best[row, chosen]]
+        found.append((label == predicted, float(entropies[chosen]), row, own, chosen, label, predicted))
+    wrong, shown = sorted(found)[:limit], min(len(experts), NAMED)
     if not wrong:
         figure, (empty,) = _figure(4.8, 1.6, title="every image was routed to the expert of its task")
         empty.set_axis_off()
         return figure
-    shown, options = min(len(experts), NAMED), image_options(model)
     figure, axes = _figure(7.6, len(wrong) * (0.6 + 0.2 * shown), rows=len(wrong), columns=2)
-    for picture, bars, row in zip(axes[::2], axes[1::2], wrong, strict=True):
-        own, chosen = int(measured.task[row]), int(measured.expert[row])
-        picture.imshow(read_image(images[experts[own]][int(measured.row[row])], **options), cmap="gray")
-        picture.set_title(f"{labels[row]} ({experts[own]}), predicted {predicted[row]}", fontsize=8)
+    for picture, bars, (_, _, row, own, chosen, label, predicted) in zip(axes[::2], axes[1::2], wrong, strict=True):
+        image = images[experts[own]][int(measured.row[row])]
+        picture.imshow(read_image(image, **image_options(model)), cmap="gray")
+        picture.set_title(_plain(f"{label} ({experts[own]}), predicted {predicted}"), fontsize=8)
         picture.set_axis_off()
         lowest = measured.entropies[row].topk(shown, largest=False).indices.sort().values.tolist()
-        best = [f"{experts[t]}: {classes[int(measured.best[row, t])]}" for t in lowest]
+        best = [_plain(f"{experts[t]}: {classes[int(measured.best[row, t])]}") for t in lowest]
         colors, hatches = [COLORS[1 if t == chosen else 4] for t in lowest], [HATCHES[t == own] for t in lowest]
         bars.barh(best, measured.entropies[row, lowest].numpy(), color=colors, hatch=hatches, edgecolor="black")
         bars.tick_params(labelsize=8)
@@ -228,7 +227,7 @@ def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **of_a
     return figure, list(figure.subplots(rows, columns, squeeze=False, subplot_kw=of_axes).flat)
 
 
-def _heat(axes: Axes, values: Any, rows: Sequence[str] | None = None, columns: Sequence[str] | None = None) -> None:
+def _heat(axes: Axes, values: Any, rows: Sequence[str], columns: Sequence[str]) -> None:
     """A heat map of per cents, with numbers and names where there is room for them."""
     axes.figure.colorbar(axes.imshow(values, vmin=0, vmax=100, cmap=HEAT), ax=axes, shrink=0.8)
     if max(values.shape) <= NAMED:
@@ -237,7 +236,10 @@ def _heat(axes: Axes, values: Any, rows: Sequence[str] | None = None, columns: S
                 color = "white" if value < 50 else "black"
                 axes.text(j, i, f"{value:.0f}", ha="center", va="center", color=color, fontsize=8)
     for names, count, axis in ((rows, values.shape[0], axes.yaxis), (columns, values.shape[1], axes.xaxis)):
-        if names is not None and count <= 3 * NAMED:
-            axis.set_ticks(range(count), names, fontsize=8, rotation=45 if axis is axes.xaxis else 0, ha="right")
-        elif names is None and count <= NAMED:
-            axis.set_ticks(range(count), [str(i + 1) for i in range(count)])
+        if count <= 3 * NAMED:
+            labels, rotation = names or range(1, count + 1), 45 if names and axis is axes.xaxis else 0
+            axis.set_ticks(range(count), list(map(str, labels)), fontsize=8, rotation=rotation, ha="right")
+
+
+def _plain(text: str) -> str:
+    return text.replace("$", r"\$")  # which would begin a formula

@@ -24,10 +24,8 @@ _REQUIRED = ("predictions", "references", "task", "stage")
 _OPTIONAL = ("experts", "task_known_predictions")
 _NOT_GIVEN = -1  # stands in an optional column that was left out
 # Figures that compare stages, all of which have to be measured with the same router.
-COMPARING_STAGES = (
-    "average_accuracy", "forgetting", "backward_transfer", "stage_accuracies", "stage_forgetting",
-    "task_known_forgetting",
-)  # fmt: skip
+COMPARING_STAGES = "average_accuracy forgetting backward_transfer stage_accuracies stage_forgetting".split()
+COMPARING_STAGES += ["task_known_forgetting"]
 
 Record = dict[str, Any]  # a learned task, as in results.json
 Measured = dict[str, list[float | None]]  # "accuracy", "routing", "task_known" and "entropy" of each learned task
@@ -82,20 +80,10 @@ def summarize(
 ) -> dict[str, Any]:
     """All figures, under the names they have in `results.json`.
 
-    Args:
-        matrix, counts: See [`stage_accuracies`].
-        task_known (`np.ndarray` of shape `(tasks,)`, *optional*):
-            After the last stage, each task's accuracy when the task's own expert answers, NaN where not measured.
-        routing (`np.ndarray` of shape `(tasks,)`, *optional*):
-            After the last stage, the share of each task's images for which the router chose the task's own expert.
-
-    Returns:
-        `dict`: `average_accuracy`, `last_accuracy`, `forgetting`, `backward_transfer`, `routing_accuracy` and
-        `task_known_accuracy` (`float`); `stage_accuracies` and `per_task_accuracy` (after the last stage; `list`).
-        What was not measured is `None`, so that the result is valid JSON.
-
-    Warns:
-        `UserWarning`: If the routed accuracy is above the accuracy with the task known.
+    `matrix` and `counts` are those of [`stage_accuracies`]. `task_known` and `routing`, of shape `(tasks,)`, were
+    measured after the last stage: each task's accuracy when its own expert answers, and the share of its images for
+    which the router chose that expert. What was not measured is `None`, so that the result is valid JSON. Warns if the
+    routed accuracy is above the accuracy with the task known.
     """
     measured, images = _checked(matrix, counts)
     measured = np.where(images > 0, measured, np.nan)
@@ -194,24 +182,16 @@ class ContinualAccuracy(evaluate.Metric):
         for i, j in np.argwhere((images > 0) & (images != counts)):
             found = f"task {j} has {images[i, j]:.0f} test images at stage {i} but {counts[j]:.0f} at another"
             raise ValueError(f"{found}; every stage must measure all of a task's test images")
-        last = stage == stage.max()
-
-        def per_task(name: str, expected: Any) -> Floats | None:
-            """Share of rows of the last stage where a column is as expected, (tasks,); `None` if left out."""
-            column = columns[name][last]
-            if (column == _NOT_GIVEN).all():
-                return None
-            if missing := (column == _NOT_GIVEN).sum():
-                raise ValueError(
-                    f"{name} is given for {len(column) - missing} of {len(column)} rows of the last stage."
-                )
-            return _share(np.bincount(task[last], column == expected[last], len(counts)), images[-1])
-
-        known, routing = per_task("task_known_predictions", columns["references"]), per_task("experts", task)
-        per_task_figures = {"per_task_known_accuracy": known, "per_task_routing_accuracy": routing}
-        return summarize(_share(correct, images), counts, task_known=known, routing=routing) | {
-            name: None if values is None else list(map(or_none, values)) for name, values in per_task_figures.items()
-        }
+        last, shares = stage == stage.max(), []  # of rows that are as expected, (tasks,); None if left out
+        for name, expected in (("task_known_predictions", columns["references"]), ("experts", task)):
+            given = columns[name][last] != _NOT_GIVEN
+            if given.any() and not given.all():
+                raise ValueError(f"{name} is given for {given.sum()} of {given.size} rows of the last stage.")
+            right = np.bincount(task[last], (columns[name] == expected)[last], len(counts))
+            shares.append(_share(right, images[-1]) if given.any() else None)
+        per_task = [None if share is None else list(map(or_none, share)) for share in shares]
+        names = "per_task_known_accuracy", "per_task_routing_accuracy"
+        return summarize(_share(correct, images), counts, *shares) | dict(zip(names, per_task, strict=True))
 
 
 def _checked(matrix: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> tuple[Floats, Floats]:
@@ -241,9 +221,7 @@ def _mean_of_measured(changes: Floats) -> float:
 
 def _last_stage_mean(argument: str, values: npt.ArrayLike | None, measured: Floats, images: Floats) -> float | None:
     """Image-weighted mean of per-task values, over the tasks that the last stage measured."""
-    if values is None:
-        return None
-    per_task = np.asarray(values, dtype=np.float64)
+    per_task = np.asarray(np.full(images.shape, np.nan) if values is None else values, dtype=np.float64)
     if per_task.shape != images.shape:
         raise ValueError(f"{argument} must have one value for each of {len(images)} tasks, got shape {per_task.shape}")
     return or_none(last_accuracy(np.where(np.isnan(measured[-1]), np.nan, per_task)[None], images))
