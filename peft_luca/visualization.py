@@ -3,7 +3,8 @@ Plots of a run and of its experts: every function returns a matplotlib `Figure`.
 Heat maps and categories go evenly from dark to light, and every category has its own marker or hatch.
 
 Args:
-    results (`dict`): Content of `results.json`.
+    results (`dict`): [`ContinualTrainer.results`].
+    report (`dict`): [`ContinualTrainer.class_report`].
     model ([`~peft.PeftModel`]): A model of LuCA experts, with its router set.
     features (`dict[str, FeatureDataset]`):
         Expert → [CLS] of its task's images: `features` `(images, d)` and `labels` `(images,)`, its own ids 0 … K-1.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -152,8 +154,23 @@ def misrouted_images(
     return figure
 
 
+def class_confusion(report: Mapping[str, Any], limit: int = NAMED) -> Figure:
+    """The classes that are confused most: of a class's test images, the share for which another is predicted, in %."""
+    pairs = report["confused"][:limit]
+    title = "Classes that are confused most" if pairs else "no class is taken for another"
+    figure, (axes,) = _figure(6.4, 1.2 + 0.3 * len(pairs), xlabel="% of the class's images", title=title)
+    axes.barh(range(len(pairs)), [100 * pair["share"] for pair in pairs], color=COLORS[1])
+    axes.set_yticks(range(len(pairs)), [_plain(f"{pair['class']} → {pair['predicted']}") for pair in pairs])
+    axes.invert_yaxis()
+    return figure
+
+
 def of_a_run(
-    results: Mapping[str, Any], model: PeftModel, features: Features, images: Mapping[str, Sequence[Any]]
+    results: Mapping[str, Any],
+    model: PeftModel,
+    features: Features,
+    images: Mapping[str, Sequence[Any]],
+    report: Mapping[str, Any],
 ) -> Iterator[tuple[str, Figure]]:
     """Yields all plots above, with their names; none if no images are given."""
     if not features:
@@ -165,6 +182,14 @@ def of_a_run(
     if sum(len(given.labels) for given in features.values()) > 3:
         yield "tsne", tsne(model, features)
     yield "misrouted_images", misrouted_images(model, features, images)
+    yield "class_confusion", class_confusion(report)
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as the content of a PNG file."""
+    content = BytesIO()
+    figure.savefig(content, dpi=120, format="png")
+    return content.getvalue()
 
 
 def check_installed(*modules: str) -> None:

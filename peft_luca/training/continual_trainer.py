@@ -28,10 +28,11 @@ from ..tuner.model import quiet_peft, tuner_of
 from ..utils import pluralize
 from .arguments import ContinualTrainingArguments
 from .batches import print_line
-from .evaluation import TaskFeatures, all_figures, measure, save_plots
+from .evaluation import TaskFeatures, all_figures, measure
 from .expert_trainer import ExpertTrainer
 from .metrics import Record, numbers, task_line
 from .publishing import PublishingTrainer
+from .report import class_report, save_plots, write_report
 from .run_folder import RESULTS_FORMAT, RunFolder, run_settings
 from .stream_checks import check_arguments, check_task, make_template
 
@@ -221,6 +222,10 @@ class ContinualTrainer(PublishingTrainer):
             self._push_in_background(f"{task.name} learned")
         print_line(self.args, task_line(len(self.stream), results, len(self.tuner.classes)))
         self.log({f"stage_{name}": value for name, value in results.items() if isinstance(value, float)})
+        if self.args.report_to:  # a curve for each task, which would make the history of a long stream too long
+            accuracies = zip(self._records, record["accuracy"], strict=True)
+            curves = {f"{task['name']}/accuracy": accuracy for task, accuracy in accuracies if accuracy is not None}
+            self.callback_handler.on_log(self.args, self.state, self.control, curves)
 
     def _drop_expert(self, task: Task) -> None:
         """Leaves the model as it was before a task that could not be finished."""
@@ -231,19 +236,23 @@ class ContinualTrainer(PublishingTrainer):
             self.model.eval()
             self._set_router()
 
-    def delete_adapter(self, adapter_name: str) -> None:
+    def delete_adapter(self, adapter_name: str, features: bool = False) -> None:
         """
         Deletes a task's expert, in the model and in `args.output_dir`. Its task is not measured any more: its column
-        of the accuracy matrix ends, and the last row is measured again with the remaining experts.
+        of the accuracy matrix ends, and the last row is measured again with the remaining experts. With `features`,
+        [CLS] of the task's images are deleted from the cache, except files that another task of the stream uses.
         """
         with self.folder.lock():
-            if self._resume() == adapter_name:
-                return  # an earlier call was cut off
-            if not isinstance(self.model, PeftModel) or adapter_name not in self.tuner.experts:
+            is_done = self._resume() == adapter_name  # an earlier call was cut off
+            if not is_done and not (isinstance(self.model, PeftModel) and adapter_name in self.tuner.experts):
                 raise ValueError(f"there is no expert {adapter_name!r} to delete.")
-            self.model.delete_adapter(adapter_name)
-            self._set_router()
-            self._resume()
+            for task in self.stream:
+                if features and task.name == adapter_name:  # first: as long as there is the expert, a retry does this
+                    self.task_features.delete_files(task)
+            if not is_done:
+                self.model.delete_adapter(adapter_name)
+                self._set_router()
+                self._resume()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -301,6 +310,25 @@ class ContinualTrainer(PublishingTrainer):
             "tasks": [r | {"deleted": True, "classes": []} if r["name"] in deleted else r for r in self._records],
             **all_figures(self, self._records),
         }
+
+    def class_report(self) -> dict[str, Any]:
+        """
+        How the model does on each class, with the router that is set now. With several processes all must call it.
+
+        Returns:
+            `dict`: `classes`, a list with the `precision`, `recall` and test `images` of each `class`, and `confused`,
+            most images first: the `images` of a `class` for which another was `predicted`, their `share` of the
+            class's, and up to three `examples`, each a task and the row in its test images.
+        """
+        return class_report(self, self.task_features.tests(self.tuner.experts))
+
+    def report(self) -> Path:
+        """
+        Writes `report.html` into the output folder, one file that needs no network: figures, tasks and classes,
+        pictures, and images of the classes that are confused most. Needs matplotlib. With several processes all must
+        call it.
+        """
+        return write_report(self)
 
     def save_plots(self) -> list[Path]:
         """

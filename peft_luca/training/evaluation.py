@@ -13,15 +13,25 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 
-from .. import visualization
 from ..data.collator import ImageCollator
 from ..data.feature_cache import FeatureDataset, default_cache_dir, digest_images, features_key
 from ..data.task_stream import Task
 from ..preprocessing import undecoded
 from ..routing import make_router
 from ..tuner.model import LucaModel
+from ..utils import explain_write_errors
 from .batches import make_extractor, print_line
-from .metrics import COMPARING_STAGES, Floats, Measured, Record, forgetting, last_accuracy, or_none, summarize
+from .metrics import (
+    COMPARING_STAGES,
+    MEASURED,
+    Floats,
+    Measured,
+    Record,
+    accuracy_matrix,
+    forgetting,
+    last_accuracy,
+    summarize,
+)
 
 
 BATCH = 4096  # features are a memory map of any size
@@ -102,17 +112,34 @@ class TaskFeatures:
             (self._digests[task.name, split],) = broadcast_object_list(digest)
         return self._digests[task.name, split]
 
-    def _extract(self, task: Task, split: str, view: int | None = None) -> FeatureDataset:
-        dataset, args, tuner = getattr(task, split), self.args, self.trainer.tuner
-        options = {"augmentation": view is not None, "view": view, "seed": args.seed}
+    def delete_files(self, task: Task) -> None:
+        """Deletes a task's [CLS] from the cache, except files that another task of the stream uses."""
+        used = {file for other in self.stream if other is not task for file in self._files(other)}
+        for file in sorted(self._files(task) - used):
+            if self.args.should_save:
+                with explain_write_errors(file):
+                    file.unlink(missing_ok=True)
+        self._features = {key: data for key, data in self._features.items() if key[0] != task.name}
+
+    def _files(self, task: Task) -> set[Path]:
+        views = {"train": [None, *range(self.args.augmented_views)], "test": [None] if task.test is not None else []}
+        return {self._file(task, split, view)[0] for split in views for view in views[split]}
+
+    def _file(self, task: Task, split: str, view: int | None = None) -> tuple[Path, ImageCollator]:
+        """The file of [CLS] in the cache, and what makes the pixel values."""
+        options = {"augmentation": view is not None, "view": view, "seed": self.args.seed}
         collator = replace(self.trainer.data_collator, label_ids=None, **options)
         key, images = "", self._digest(task, split)
-        if args.process_index == 0:
-            key = features_key(tuner.backbone, collator, images, args.features_dtype)
+        if self.args.process_index == 0:
+            key = features_key(self.trainer.tuner.backbone, collator, images, self.args.features_dtype)
         (key,) = broadcast_object_list([key])
-        path = Path(args.features_cache_dir or default_cache_dir()) / f"{key}.safetensors"
+        return Path(self.args.features_cache_dir or default_cache_dir()) / f"{key}.safetensors", collator
+
+    def _extract(self, task: Task, split: str, view: int | None = None) -> FeatureDataset:
+        dataset, args = getattr(task, split), self.args
+        path, collator = self._file(task, split, view)
         description = f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}")
-        features = make_extractor(tuner, collator, args, args.should_save)(dataset, path, description)
+        features = make_extractor(self.trainer.tuner, collator, args, args.should_save)(dataset, path, description)
         if features.skipped and view is None:
             line = f"{len(features.skipped)} of {len(dataset)} {split} images cannot be read and are left out"
             print_line(args, f"{task.name}: {line}, first row {features.skipped[0]}")
@@ -130,7 +157,7 @@ def measure_stage(
     own expert; `task_known`, that expert's accuracy over its classes; `entropy`, as `accuracy` by the paper's router.
     """
     experts, paper = list(tuner.experts), make_router("entropy")
-    measured = Measured(accuracy=[], routing=[], task_known=[], entropy=[])
+    measured: Measured = {column: [] for column in MEASURED}
     for name in names:
         images, right = len(tests.get(name, ())), torch.zeros(4, dtype=torch.long)
         if images:
@@ -146,6 +173,14 @@ def measure_stage(
         for column, count in zip(measured.values(), right.tolist(), strict=True):
             column.append(count / images if images else None)
     return measured
+
+
+@torch.no_grad()
+def predict(trainer: Any, data: FeatureDataset) -> torch.Tensor:
+    """Predicted classes, by their ids in the model (images,), with the router that is set."""
+    size = max(1, len(data)) if trainer.args.routing_scope == "batch" else BATCH
+    batches = (z.to(trainer.args.device) for z in data.features.split(size))
+    return torch.cat([trainer.tuner.route_features(z).logits.argmax(1).cpu() for z in batches])
 
 
 def measure(trainer: Any, records: list[Record]) -> Measured:
@@ -165,7 +200,7 @@ def all_figures(trainer: Any, records: list[Record], last: Measured | None = Non
         return {}
     tuner, stages = trainer.tuner, [*records[:-1], last or records[-1]]
     matrix, counts = _matrix(stages, "accuracy"), [record["test_images"] for record in records]
-    figures: dict[str, Any] = {"accuracy_matrix": [[or_none(value) for value in row] for row in matrix]}
+    figures: dict[str, Any] = {"accuracy_matrix": accuracy_matrix(stages)}
     if any(counts):
         known, routing = (np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing"))
         with warnings.catch_warnings():
@@ -189,18 +224,5 @@ def _matrix(stages: list[dict[str, Any]], name: str) -> Floats:
     """What each stage measured of each task, (stages, tasks); NaN where it did not."""
     matrix = np.full((len(stages), len(stages)), np.nan)
     for row, stage in zip(matrix, stages, strict=True):
-        row[: len(stage[name])] = [np.nan if value is None else value for value in stage[name]]
+        row[: len(stage[name])] = np.array(stage[name], dtype=float)
     return matrix
-
-
-def save_plots(trainer: Any) -> list[Path]:
-    features, stream, files = trainer.task_features, trainer.stream, []
-    tests = features.tests(trainer.tuner.experts)
-    images = {t.name: features.images(t, "test")[stream.image_column] for t in stream if t.name in tests}
-    if trainer.is_world_process_zero():
-        for name, figure in visualization.of_a_run(trainer.results(), trainer.model, tests, images):
-            files.append(trainer.folder.save_figure(name, figure))
-            for callback in trainer.callback_handler.callbacks:
-                if getattr(callback, "tb_writer", None) is not None:
-                    callback.tb_writer.add_figure(f"plots/{name}", figure, trainer.state.global_step)
-    return files

@@ -6,6 +6,7 @@ test images). `counts[j]` is the number of task j's test images.
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import evaluate
@@ -28,7 +29,13 @@ COMPARING_STAGES = "average_accuracy forgetting backward_transfer stage_accuraci
 COMPARING_STAGES += ["task_known_forgetting"]
 
 Record = dict[str, Any]  # a learned task, as in results.json
-Measured = dict[str, list[float | None]]  # "accuracy", "routing", "task_known" and "entropy" of each learned task
+MEASURED = ("accuracy", "routing", "task_known", "entropy")
+Measured = dict[str, list[float | None]]  # these of each learned task, `None` where not measured
+
+
+def accuracy_matrix(records: Sequence[Record]) -> list[list[float | None]]:
+    """Stages × tasks, of what the records hold."""
+    return [[*record["accuracy"], *[None] * (len(records) - len(record["accuracy"]))] for record in records]
 
 
 def stage_accuracies(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> Floats:
@@ -43,7 +50,7 @@ def stage_accuracies(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> Floats:
     """
     measured, images = _checked(matrix, counts)
     weights = np.where(np.isnan(measured), 0.0, images)  # (stages, tasks)
-    return _share((weights * np.nan_to_num(measured)).sum(axis=1), weights.sum(axis=1))
+    return share((weights * np.nan_to_num(measured)).sum(axis=1), weights.sum(axis=1))
 
 
 def average_accuracy(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> float:
@@ -188,10 +195,10 @@ class ContinualAccuracy(evaluate.Metric):
             if given.any() and not given.all():
                 raise ValueError(f"{name} is given for {given.sum()} of {given.size} rows of the last stage.")
             right = np.bincount(task[last], (columns[name] == expected)[last], len(counts))
-            shares.append(_share(right, images[-1]) if given.any() else None)
+            shares.append(share(right, images[-1]) if given.any() else None)
         per_task = [None if share is None else list(map(or_none, share)) for share in shares]
         names = "per_task_known_accuracy", "per_task_routing_accuracy"
-        return summarize(_share(correct, images), counts, *shares) | dict(zip(names, per_task, strict=True))
+        return summarize(share(correct, images), counts, *shares) | dict(zip(names, per_task, strict=True))
 
 
 def _checked(matrix: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> tuple[Floats, Floats]:
@@ -227,7 +234,7 @@ def _last_stage_mean(argument: str, values: npt.ArrayLike | None, measured: Floa
     return or_none(last_accuracy(np.where(np.isnan(measured[-1]), np.nan, per_task)[None], images))
 
 
-def _share(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> Floats:
+def share(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> Floats:
     """part / whole, NaN where there is no whole."""
     return np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=whole > 0)
 

@@ -49,6 +49,11 @@ class PublishingTrainer(Trainer):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ExpertProgressCallback)
 
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a search over one task makes an [`ExpertTrainer`] for each trial (see the training page)."""
+        reason = "a trial needs an expert of its own, whose reduction and scale are of LucaConfig"
+        raise ValueError(f"hyperparameter_search cannot be used: {reason}. Make a model and an ExpertTrainer in each.")
+
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",

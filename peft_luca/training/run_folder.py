@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -29,12 +30,14 @@ from ..tuner.config import LucaConfig
 from ..tuner.model import tuner_of
 from ..utils import LOCK_NAME, NAME_RULE, atomic_write, explain_write_errors, hold_lock, pluralize, write_json
 from .arguments import CONFIG_RECIPES, RECIPES, ContinualTrainingArguments
-from .metrics import Record
+from .metrics import MEASURED, Record, accuracy_matrix
 
 
 Digests = Callable[[Task], dict[str, str]]  # of a task's train and test images
 
-RESULTS_FORMAT = 1
+RESULTS_FORMAT = 2
+MATRIX_NAME = "matrix.jsonl"
+REPORT_NAME = "report.html"
 JOURNAL_NAME = ".journal.json"
 PLOTS_NAME = "plots"
 # What decides how a run's experts turn out. A run is resumed only with the same values.
@@ -57,7 +60,8 @@ IDENTITY = ("name", "train_images", "test_images", "images", "steps")
 class RunFolder:
     """
     The output folder of a run, and its only writer. `results.json` decides what is true: a task that is in it has been
-    learned, and its expert is whole. A change that takes several writes is first written down in a journal, then done,
+    learned, and its expert is whole. What the stages before the last one measured lies in `matrix.jsonl`, a line each,
+    of which `matrix_bytes` count. A change that takes several writes is first written down in a journal, then done,
     and finished or undone by [`~RunFolder.recover`] if it was cut off. Of several processes one is the writer.
     """
 
@@ -114,7 +118,7 @@ class RunFolder:
         Raises:
             ValueError: the folder holds a run of another stream or of other settings, or experts of no run.
         """
-        results = self._read(RESULTS_NAME)
+        results = self.results(known)
         records, found = results.get("tasks") or [], ""
         missing = [{"settings", "tasks"} - set(results), *(RECORD_KEYS - set(record) for record in records)]
         if results.get("format", 0) > RESULTS_FORMAT:
@@ -139,6 +143,41 @@ class RunFolder:
             raise ValueError(f"{self.path} holds a run with other settings ({changes}). Choose another output_dir.")
         self._check_stream(records[len(known) :], stream, digests)
         return records
+
+    def results(self, known: Sequence[Record] = ()) -> dict[str, Any]:
+        """
+        What `results.json` holds, with what all stages measured; empty where there is no run. `known` are records of
+        the run, whose stages, but for the last one, are not read again.
+        """
+        results, path = self._read(RESULTS_NAME), self.path / MATRIX_NAME
+        size, records = results.pop("matrix_bytes", 0), results.get("tasks") or []
+        stages = list(map(_stage, known[:-1]))
+        try:
+            content = path.read_bytes()[:size] if size else b""
+            stages += map(json.loads, content.splitlines()[len(stages) :])
+            if len(content) < size:
+                raise ValueError(f"it has {len(content)} of {size} bytes")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}. Restore it, or choose another output_dir.") from error
+        for record, stage in zip(records, stages, strict=False):
+            record.update(stage)
+        if records and all("accuracy" in record for record in records):
+            results["accuracy_matrix"] = accuracy_matrix(records)
+        return results
+
+    def _write(self, results: dict[str, Any]) -> None:
+        there, tasks = self._read(RESULTS_NAME), results["tasks"]
+        size = there.get("matrix_bytes", 0)
+        if new := tasks[len(there["tasks"]) - 1 if size else 0 : -1]:
+            lines = [json.dumps(_stage(record), separators=(",", ":")) + "\n" for record in new]
+            with open(self.path / MATRIX_NAME, "ab") as file:
+                file.truncate(size)  # a killed process may have left more
+                size += file.write("".join(lines).encode())
+                file.flush()
+                os.fsync(file.fileno())
+        short = [{key: value for key, value in record.items() if key not in MEASURED} for record in tasks[:-1]]
+        kept = {name: value for name, value in results.items() if name != "accuracy_matrix"}
+        write_json(self.path / RESULTS_NAME, kept | {"tasks": [*short, *tasks[-1:]], "matrix_bytes": size})
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.path / name
@@ -179,7 +218,7 @@ class RunFolder:
         """Writes what is true after a change, which is done then."""
         if self.is_writer:
             with explain_write_errors(self.path / RESULTS_NAME):
-                write_json(self.path / RESULTS_NAME, results)
+                self._write(results)
             with suppress(OSError):  # the next start finds nothing left to do
                 (self.path / JOURNAL_NAME).unlink(missing_ok=True)
 
@@ -194,14 +233,15 @@ class RunFolder:
                 save_experts(model, self.path)
                 processing_class.save_pretrained(self.path)
                 if results is not None:
-                    write_json(self.path / RESULTS_NAME, results)
+                    self._write(results)
 
-    def save_figure(self, name: str, figure: Any) -> Path:
-        """Saves a matplotlib figure among the plots."""
-        path = self.path / PLOTS_NAME / f"{name}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary:
-            figure.savefig(temporary, dpi=120, format="png")
+    def save_file(self, name: str, content: bytes) -> Path:
+        """Saves a picture or a report."""
+        path = self.path / name
+        with explain_write_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as temporary:
+                temporary.write_bytes(content)
         return path
 
     def _carry_out(self) -> None:
@@ -233,10 +273,12 @@ class RunFolder:
             (self.path / JOURNAL_NAME).unlink()
 
     def _remove_derived(self, names: set[str]) -> None:
-        """Removes the plots, and what else was made of the run and names an expert or a class that is to go."""
-        for path in (self.path / CARD_NAME, self.path / TRAINER_STATE_NAME, *(self.path / PLOTS_NAME).glob("*.png")):
+        """Removes the plots, the report, and what else names an expert or a class that is to go."""
+        for path in (*(self.path / PLOTS_NAME).glob("*.png"), self.path / REPORT_NAME):
+            path.unlink(missing_ok=True)
+        for path in (self.path / CARD_NAME, self.path / TRAINER_STATE_NAME):
             text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-            if path.suffix == ".png" or any(name in text.replace("\\", "") for name in names):  # Markdown escapes '_'
+            if any(name in text.replace("\\", "") for name in names):  # Markdown escapes '_'
                 path.unlink()
 
     def _remove_leftovers(self, experts: Iterable[str]) -> None:
@@ -293,3 +335,8 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _identities(records: Sequence[Record]) -> list[list[Any]]:
     return [[record.get(key) for key in IDENTITY] for record in records]
+
+
+def _stage(record: Record) -> dict[str, Any]:
+    """What was measured when a task had been learned."""
+    return {name: record[name] for name in MEASURED if name in record}
