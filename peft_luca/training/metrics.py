@@ -35,7 +35,8 @@ Measured = dict[str, list[float | None]]  # these of each learned task, `None` w
 
 def accuracy_matrix(records: Sequence[Record]) -> list[list[float | None]]:
     """Stages × tasks, of what the records hold."""
-    return [[*record["accuracy"], *[None] * (len(records) - len(record["accuracy"]))] for record in records]
+    rows = [record.get("accuracy", []) for record in records]
+    return [[*row, *[None] * (len(rows) - len(row))] for row in rows]
 
 
 def stage_accuracies(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> Floats:

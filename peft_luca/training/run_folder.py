@@ -60,9 +60,9 @@ IDENTITY = ("name", "train_images", "test_images", "images", "steps")
 class RunFolder:
     """
     The output folder of a run, and its only writer. `results.json` decides what is true: a task that is in it has been
-    learned, and its expert is whole. What the stages before the last one measured lies in `matrix.jsonl`, a line each,
-    of which `matrix_bytes` count. A change that takes several writes is first written down in a journal, then done,
-    and finished or undone by [`~RunFolder.recover`] if it was cut off. Of several processes one is the writer.
+    learned, and its expert is whole. What was measured before the last stage is in `matrix.jsonl`, a line a stage. A
+    change that takes several writes is first written down in a journal, then done, and finished or undone by
+    [`~RunFolder.recover`] if it was cut off. Of several processes one is the writer.
     """
 
     def __init__(self, path: str | Path, is_writer: bool = True) -> None:
@@ -145,36 +145,27 @@ class RunFolder:
         return records
 
     def results(self, known: Sequence[Record] = ()) -> dict[str, Any]:
-        """
-        What `results.json` holds, with what all stages measured; empty where there is no run. `known` are records of
-        the run, whose stages, but for the last one, are not read again.
-        """
+        """What `results.json` holds, and what the stages measured, which is not read again for `known` records."""
         results, path = self._read(RESULTS_NAME), self.path / MATRIX_NAME
         size, records = results.pop("matrix_bytes", 0), results.get("tasks") or []
-        stages = list(map(_stage, known[:-1]))
+        stages = [_stage(record) for record in known[: len(records)][:-1]]
         try:
-            content = path.read_bytes()[:size] if size else b""
-            stages += map(json.loads, content.splitlines()[len(stages) :])
-            if len(content) < size:
-                raise ValueError(f"it has {len(content)} of {size} bytes")
+            stages += map(json.loads, path.read_bytes()[:size].splitlines()[len(stages) :] if size else ())
+            for record, stage in zip(records[:-1] if size else (), stages, strict=bool(size)):
+                record.update(stage)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read: {error}. Restore it, or choose another output_dir.") from error
-        for record, stage in zip(records, stages, strict=False):
-            record.update(stage)
-        if records and all("accuracy" in record for record in records):
-            results["accuracy_matrix"] = accuracy_matrix(records)
-        return results
+        return results | ({"accuracy_matrix": accuracy_matrix(records)} if records else {})
 
     def _write(self, results: dict[str, Any]) -> None:
         there, tasks = self._read(RESULTS_NAME), results["tasks"]
         size = there.get("matrix_bytes", 0)
-        if new := tasks[len(there["tasks"]) - 1 if size else 0 : -1]:
-            lines = [json.dumps(_stage(record), separators=(",", ":")) + "\n" for record in new]
-            with open(self.path / MATRIX_NAME, "ab") as file:
-                file.truncate(size)  # a killed process may have left more
-                size += file.write("".join(lines).encode())
-                file.flush()
-                os.fsync(file.fileno())
+        new = tasks[len(there["tasks"]) - 1 if size else 0 : -1]
+        with open(self.path / MATRIX_NAME, "ab") as file:
+            file.truncate(size)  # a killed process may have left more
+            size += file.write("".join(f"{json.dumps(_stage(record))}\n" for record in new).encode())
+            file.flush()
+            os.fsync(file.fileno())
         short = [{key: value for key, value in record.items() if key not in MEASURED} for record in tasks[:-1]]
         kept = {name: value for name, value in results.items() if name != "accuracy_matrix"}
         write_json(self.path / RESULTS_NAME, kept | {"tasks": [*short, *tasks[-1:]], "matrix_bytes": size})
@@ -245,10 +236,7 @@ class RunFolder:
         return path
 
     def _carry_out(self) -> None:
-        """
-        Does what is left of the change in the journal. An expert whose task is not in the results is half-saved. A
-        deletion stays in the journal until the others have been measured.
-        """
+        """Does what is left of the change in the journal, where a deletion stays until the others are measured."""
         change, results = self._read(JOURNAL_NAME), self._read(RESULTS_NAME)
         if not change:
             return
@@ -273,12 +261,11 @@ class RunFolder:
             (self.path / JOURNAL_NAME).unlink()
 
     def _remove_derived(self, names: set[str]) -> None:
-        """Removes the plots, the report, and what else names an expert or a class that is to go."""
-        for path in (*(self.path / PLOTS_NAME).glob("*.png"), self.path / REPORT_NAME):
-            path.unlink(missing_ok=True)
-        for path in (self.path / CARD_NAME, self.path / TRAINER_STATE_NAME):
+        """Removes the plots, and what else was made of the run and names an expert or a class that is to go."""
+        texts = (self.path / name for name in (CARD_NAME, TRAINER_STATE_NAME, REPORT_NAME))
+        for path in (*texts, *(self.path / PLOTS_NAME).glob("*.png")):
             text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-            if any(name in text.replace("\\", "") for name in names):  # Markdown escapes '_'
+            if path.suffix == ".png" or any(name in text.replace("\\", "") for name in names):  # Markdown escapes '_'
                 path.unlink()
 
     def _remove_leftovers(self, experts: Iterable[str]) -> None:
@@ -308,11 +295,9 @@ def changed_settings(saved: dict[str, Any], settings: dict[str, Any]) -> str:
     one that this version does not have is not compared. With another router what was measured is measured again.
     """
     recipe = saved.get("recipe", "own")
-    of_args, of_config = (
-        {f.name: f.default for f in fields(kind)} for kind in (ContinualTrainingArguments, LucaConfig)
-    )
-    config = of_config | CONFIG_RECIPES.get(recipe, {})
-    then = of_args | RECIPES.get(recipe, {}) | {"luca_config": config, "processor": settings["processor"]}
+    args, config = ({f.name: f.default for f in fields(kind)} for kind in (ContinualTrainingArguments, LucaConfig))
+    config |= CONFIG_RECIPES.get(recipe, {})
+    then = args | RECIPES.get(recipe, {}) | {"luca_config": config, "processor": settings["processor"]}
     then = _flat(then) | _flat(saved)
     free = ("router", *(PARTS_OF_A_BATCH if "images_per_step" in saved else ["images_per_step"]))
     return ", ".join(

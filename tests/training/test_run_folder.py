@@ -425,7 +425,7 @@ def test_the_cls_of_a_deleted_task_are_deleted_on_request_unless_another_task_us
     tasks = {
         "a": same,
         "b": make_splits(NAMES[2:4]),
-        "c": DatasetDict(train=make_images(NAMES[4:]), test=same["test"]),
+        "c": DatasetDict(train=make_images(NAMES[:2], seed=5), test=same["test"]),
     }
     trainer = make_trainer(out, TaskStream.from_tasks(tasks), **cache)
     trainer.train()
