@@ -128,7 +128,6 @@ class ContinualTrainer(PublishingTrainer):
             except BaseException:
                 if is_new and known.name not in self._learned:
                     self.stream.pop()
-                    self.task_features = TaskFeatures(self)
                 raise
 
     def _train_task(self, task: Task) -> TrainOutput:
@@ -144,6 +143,7 @@ class ContinualTrainer(PublishingTrainer):
             output = self._train_expert(task)
             self._set_router()
             self._finish(task, output, time.perf_counter() - started)
+            return output
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self.is_world_process_zero():
                 done = f"{len(self._records)} of {len(self.stream)} tasks are finished, and kept in"
@@ -152,7 +152,6 @@ class ContinualTrainer(PublishingTrainer):
                 self._drop_expert(task)
                 self.task_features = TaskFeatures(self)  # another task may come under the name
             raise
-        return output
 
     def _add_expert(self, task: Task) -> None:
         config = copy.deepcopy(self.luca_config)
@@ -160,13 +159,12 @@ class ContinualTrainer(PublishingTrainer):
         others = tuner_of(self.model).peft_config.values() if isinstance(self.model, PeftModel) else ()
         if "whitening" in config.filled and not all(other.whitening for other in others):
             config.whitening = False  # the statistics of all experts need one reference
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), quiet_peft():
             torch.manual_seed(task_seed(self.args.seed, task.classes))
             if isinstance(self.model, PeftModel):
                 self.model.add_adapter(task.name, config)
             else:
-                with quiet_peft():
-                    self._set_model(get_peft_model(self.model, config, adapter_name=task.name))
+                self._set_model(get_peft_model(self.model, config, adapter_name=task.name))
         self.model.eval()
 
     def _train_expert(self, task: Task) -> TrainOutput:
@@ -174,17 +172,15 @@ class ContinualTrainer(PublishingTrainer):
         args.seed = task_seed(args.seed, task.classes)
         args.report_to, args.push_to_hub = [], False  # the run's callbacks report, and the run pushes
         train_dataset, collator = self.task_features.training_data(task)
-        trainer = ExpertTrainer(
-            self.model,
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=self.task_features.get_own(task, "test") if args.eval_strategy != "no" else None,
-            expert=task.name,
-            processing_class=self.processing_class,
-            data_collator=collator,
-            features=self.task_features.get_own(task, "train"),
-            **self._task_arguments,
-        )
+        options = {
+            "train_dataset": train_dataset,
+            "data_collator": collator,
+            "processing_class": self.processing_class,
+        }
+        options |= {"features": self.task_features.get_own(task, "train"), "expert": task.name, **self._task_arguments}
+        if args.eval_strategy != "no":
+            options["eval_dataset"] = self.task_features.get_own(task, "test")
+        trainer = ExpertTrainer(self.model, args, **options)
         trainer.callback_handler.callbacks = self.callback_handler.callbacks
         trainer.earlier_steps = self.state.global_step
         args.output_dir = str(self.folder.path / task.name)  # of its checkpoints
@@ -259,15 +255,13 @@ class ContinualTrainer(PublishingTrainer):
     ) -> dict[str, Any]:
         """
         Accuracy over all classes seen so far, with the router that is set now, and the accuracy matrix. If it is not
-        the router of the run, there is only the last row, and no figure that compares stages.
+        the router of the run, there is only the last row, and no figure that compares stages. Returns the figures of
+        [`~ContinualTrainer.results`], each with the prefix.
 
         Args:
             eval_dataset (`datasets.Dataset` or `str`, *optional*):
                 Images with their classes, which are matched by name (see [`TaskStream.match`]), or the name of a task,
                 to evaluate in place of the test images of all tasks; or a `dict` of datasets.
-
-        Returns:
-            `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
         """
         if isinstance(eval_dataset, str):
             tests = {task.name: task.test for task in self.stream if task.test is not None}
@@ -302,11 +296,11 @@ class ContinualTrainer(PublishingTrainer):
     def results(self) -> dict[str, Any]:
         """What `results.json` holds: the run's settings, each task as it was learned, and the figures."""
         deleted = {record["name"] for record in self._records if record["name"] not in self.tuner.experts}
-        left = [task.classes for task in self.stream if task.name not in deleted]
+        left = (label for task in self.stream if task.name not in deleted for label in task.classes)
         return {
             "format": RESULTS_FORMAT,
             "settings": run_settings(self.args, self.luca_config, self.processing_class),
-            "classes": list(dict.fromkeys(sum(left, ()))),
+            "classes": list(dict.fromkeys(left)),
             "tasks": [r | {"deleted": True, "classes": []} if r["name"] in deleted else r for r in self._records],
             **all_figures(self, self._records),
         }
@@ -314,11 +308,9 @@ class ContinualTrainer(PublishingTrainer):
     def class_report(self) -> dict[str, Any]:
         """
         How the model does on each class, with the router that is set now. With several processes all must call it.
-
-        Returns:
-            `dict`: `classes`, a list with the `precision`, `recall` and test `images` of each `class`, and `confused`,
-            most images first: the `images` of a `class` for which another was `predicted`, their `share` of the
-            class's, and up to three `examples`, each a task and the row in its test images.
+        Returns `classes`: `precision`, `recall` and test `images` of each `class`; and `confused`, most images first:
+        the `images` of a `class` for which another was `predicted`, their `share` of the class's, and up to three
+        `examples`, each a task and the row in its test images.
         """
         return class_report(self, self.task_features.tests(self.tuner.experts))
 
