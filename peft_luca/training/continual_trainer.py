@@ -6,7 +6,6 @@ import copy
 import hashlib
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +30,7 @@ from .batches import print_line
 from .evaluation import TaskFeatures, all_figures, measure
 from .expert_trainer import ExpertTrainer
 from .metrics import Record, numbers, task_line
-from .publishing import PublishingTrainer
-from .report import class_report, save_plots, write_report
+from .report import ReportingTrainer
 from .run_folder import RESULTS_FORMAT, RunFolder, run_settings
 from .stream_checks import check_arguments, check_task, make_template
 
@@ -40,7 +38,7 @@ from .stream_checks import check_arguments, check_task, make_template
 logger = logging.get_logger(__name__)
 
 
-class ContinualTrainer(PublishingTrainer):
+class ContinualTrainer(ReportingTrainer):
     """
     Teaches a frozen image classifier a stream of tasks: for each task it adds an expert, trains it with an
     [`ExpertTrainer`], saves it, and evaluates all classes seen so far.
@@ -304,30 +302,6 @@ class ContinualTrainer(PublishingTrainer):
             "tasks": [r | {"deleted": True, "classes": []} if r["name"] in deleted else r for r in self._records],
             **all_figures(self, self._records),
         }
-
-    def class_report(self) -> dict[str, Any]:
-        """
-        How the model does on each class, with the router that is set now. With several processes all must call it.
-        Returns `classes`: `precision`, `recall` and test `images` of each `class`; and `confused`, most images first:
-        the `images` of a `class` for which another was `predicted`, their `share` of the class's, and up to three
-        `examples`, each a task and the row in its test images.
-        """
-        return class_report(self, self.task_features.tests(self.tuner.experts))
-
-    def report(self) -> Path:
-        """
-        Writes `report.html` into the output folder, one file that needs no network: figures, tasks and classes,
-        pictures, and images of the classes that are confused most. Needs matplotlib. With several processes all must
-        call it.
-        """
-        return write_report(self)
-
-    def save_plots(self) -> list[Path]:
-        """
-        Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
-        the run logs to it. Returns the files. With several processes all must call it; the first one draws.
-        """
-        return save_plots(self)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """As [`~transformers.Trainer.log_metrics`]; lists and figures that were not measured are left out."""
