@@ -213,8 +213,7 @@ class ExpertTrainer(PublishingTrainer):
             self.data_collator = plain
             return loader
         processes = self.accelerator.num_processes
-        batch_size = self._train_batch_size * processes
-        seed = args.seed if args.data_seed is None else args.data_seed
+        batch_size, seed = self._train_batch_size * processes, args.seed if args.data_seed is None else args.data_seed
         batches = EpochBatches(dataset, batch_size, seed, args.process_index, processes, args.dataloader_drop_last)
         if not len(batches):
             images = f"expert {self.expert!r} has {len(dataset)} images, fewer than a batch of {batch_size}"
