@@ -295,8 +295,8 @@ class ExpertTrainer(PublishingTrainer):
             for part, loss in self._loss_parts.items():
                 logs[part] = float(self.accelerator.reduce(loss, "mean")) / steps
             self._loss_parts.clear()
-        shown = ("loss", "cross_entropy", "l1_penalty", "eval_loss", "eval_accuracy")
-        logs |= {f"{self.expert}/{name}": logs[name] for name in shown if name in logs}  # a curve for each task
+        shown = ("loss", "eval_loss", "eval_accuracy")  # a curve for each task, beside the one of the run
+        logs |= {f"{self.expert}/{name}": logs[name] for name in shown if name in logs}
         self.state.global_step += self.earlier_steps
         super().log(logs, start_time)
         self.state.global_step -= self.earlier_steps

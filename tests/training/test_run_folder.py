@@ -248,7 +248,7 @@ def test_results_are_those_of_the_trainer_and_each_stage_but_the_last_is_a_line(
 
 
 def as_format_1(folder):
-    """The folder as versions before 0.3 wrote it."""
+    """The folder as version 0.1 wrote it."""
     results = RunFolder(folder).results()
     (folder / "results.json").write_text(json.dumps(results | {"format": 1}), encoding="utf-8")
     (folder / MATRIX_NAME).unlink()
