@@ -157,13 +157,15 @@ class ContinualAccuracy(evaluate.Metric):
         batch = {"predictions": predictions, "references": references, **kwargs}
         if missing := [name for name in _REQUIRED if batch.get(name) is None]:
             raise ValueError(f"{missing[0]} is missing; every row needs {', '.join(_REQUIRED)}.")
-        rows = {name: np.asarray(column) for name, column in batch.items() if column is not None}
+        rows, size = (
+            {name: np.asarray(column) for name, column in batch.items() if column is not None},
+            len(predictions),
+        )
         for name, column in rows.items():
-            if column.shape != (rows["predictions"].size,) or column.dtype.kind not in "iu":
-                needed = f"{rows['predictions'].size} ints, one per prediction"
-                found = f"{column.dtype} of shape {column.shape}"
-                raise ValueError(f"{name} must be {needed}, got {found}; for logits pass logits.argmax(-1)")
-        left_out = {name: np.full(rows["predictions"].size, _NOT_GIVEN) for name in _OPTIONAL}
+            if column.shape != (size,) or column.dtype.kind not in "iu":
+                found = f"{size} ints, one per prediction, got {column.dtype} of shape {column.shape}"
+                raise ValueError(f"{name} must be {found}; for logits pass logits.argmax(-1)")
+        left_out = {name: np.full(size, _NOT_GIVEN) for name in _OPTIONAL}
         super().add_batch(**{**left_out, **rows})  # evaluate has no optional columns
 
     def add(self, *, prediction: Any = None, reference: Any = None, **kwargs: Any) -> None:
@@ -246,9 +248,9 @@ def or_none(value: float) -> float | None:
 
 def task_line(tasks: int, figures: dict[str, Any], classes: int) -> str:
     """The line that is printed after a task."""
-    done, record = len(figures["tasks"]), figures["tasks"][-1]
+    record = figures["tasks"][-1]
     names = ", ".join(record["classes"][:4]) + (", …" if len(record["classes"]) > 4 else "")
-    line = f"task {done}/{tasks} {record['name']} ({names}), {record['seconds']:.1f} s"
+    line = f"task {len(figures['tasks'])}/{tasks} {record['name']} ({names}), {record['seconds']:.1f} s"
     if figures.get("last_accuracy") is None:
         return f"{line}: no test images"
     accuracy = f"{figures['last_accuracy']:.3f} over {pluralize(classes, 'class')}"
