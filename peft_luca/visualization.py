@@ -44,9 +44,10 @@ IMAGES = 2000  # at most so many images, evenly spaced, where each is a point
 BELOW: dict[str, Any] = {"loc": "outside lower center", "ncols": 2, "frameon": False}  # a legend
 
 Features: TypeAlias = Mapping[str, Any]  # FeatureDataset by expert; data/ imports nothing from here
+Facts: TypeAlias = Mapping[str, Any]
 
 
-def accuracy_matrix(results: Mapping[str, Any]) -> Figure:
+def accuracy_matrix(results: Facts) -> Figure:
     """Accuracy on every task (columns) after every stage (rows), routed, in per cent."""
     matrix, names = _measured(results.get("accuracy_matrix") or [[]]), [t["name"] for t in results.get("tasks", ())]
     figure, (axes,) = _figure(4.8, 4.0, xlabel="task", ylabel="after", title="Accuracy, routed (%)")
@@ -54,7 +55,7 @@ def accuracy_matrix(results: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def accuracy_over_stream(results: Mapping[str, Any]) -> Figure:
+def accuracy_over_stream(results: Facts) -> Figure:
     """Accuracy over the classes seen and, if the results have `stage_forgetting`, forgetting after every stage."""
     lines = {"accuracy over all classes seen": _measured(results.get("stage_accuracies") or [])}
     if results.get("stage_forgetting"):
@@ -73,13 +74,12 @@ def accuracy_over_stream(results: Mapping[str, Any]) -> Figure:
 @torch.no_grad()
 def routing_confusion(model: PeftModel, features: Features) -> Figure:
     """Routing confusion matrix: the share of every task's images (rows) routed to each expert (columns), in %."""
-    experts, device = _experts(model, features), find_layer(model)[1].label_space.device
-    shares = np.zeros((len(features), len(experts)))
-    for row, given in zip(shares, features.values(), strict=True):
+    experts, device, shares = _experts(model, features), find_layer(model)[1].label_space.device, []
+    for given in features.values():
         chosen = [model.route_features(z.to(device)).expert.cpu() for z in given.features.split(4096)]
-        row[:] = torch.bincount(torch.cat(chosen), minlength=len(experts)).numpy() / len(given.features)
+        shares.append(torch.bincount(torch.cat(chosen), minlength=len(experts)).numpy() / len(given.features))
     figure, (axes,) = _figure(5.2, 4.2, xlabel="routed to expert", ylabel="task of the image", title="Routing (%)")
-    _heat(axes, 100 * shares, rows=list(features), columns=experts)
+    _heat(axes, 100 * np.array(shares), rows=list(features), columns=experts)
     return figure
 
 
@@ -134,9 +134,8 @@ def misrouted_images(
         found.append((label == predicted, float(entropies[chosen]), row, own, chosen, label, predicted))
     wrong, shown = sorted(found)[:limit], min(len(experts), NAMED)
     if not wrong:
-        figure, (empty,) = _figure(4.8, 1.6, title="every image was routed to the expert of its task")
-        empty.set_axis_off()
-        return figure
+        title = "every image was routed to the expert of its task"
+        return _figure(4.8, 1.6, title=title, frame_on=False, xticks=[], yticks=[])[0]
     figure, axes = _figure(7.6, len(wrong) * (0.6 + 0.2 * shown), rows=len(wrong), columns=2)
     for picture, bars, (_, _, row, own, chosen, label, predicted) in zip(axes[::2], axes[1::2], wrong, strict=True):
         image = images[experts[own]][int(measured.row[row])]
@@ -154,7 +153,7 @@ def misrouted_images(
     return figure
 
 
-def class_confusion(report: Mapping[str, Any], limit: int = NAMED) -> Figure:
+def class_confusion(report: Facts, limit: int = NAMED) -> Figure:
     """The classes that are confused most: of a class's test images, the share for which another is predicted, in %."""
     pairs = report["confused"][:limit]
     title = "Classes that are confused most" if pairs else "no class is taken for another"
@@ -166,11 +165,7 @@ def class_confusion(report: Mapping[str, Any], limit: int = NAMED) -> Figure:
 
 
 def of_a_run(
-    results: Mapping[str, Any],
-    model: PeftModel,
-    features: Features,
-    images: Mapping[str, Sequence[Any]],
-    report: Mapping[str, Any],
+    results: Facts, model: PeftModel, features: Features, images: Mapping[str, Sequence[Any]], report: Facts
 ) -> Iterator[tuple[str, Figure]]:
     """Yields all plots above, with their names; none if no images are given."""
     if not features:
@@ -202,9 +197,7 @@ def check_installed(*modules: str) -> None:
 
 
 class _Measured(NamedTuple):
-    """Routing and scores of images, all on the CPU."""
-
-    features: Tensor  # (images, d)
+    features: Tensor  # (images, d), on the CPU as all others
     labels: Tensor  # (images,), the task's own ids
     task: Tensor  # (images,), place of the right expert
     row: Tensor  # (images,), in the task's dataset

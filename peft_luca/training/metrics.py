@@ -157,10 +157,7 @@ class ContinualAccuracy(evaluate.Metric):
         batch = {"predictions": predictions, "references": references, **kwargs}
         if missing := [name for name in _REQUIRED if batch.get(name) is None]:
             raise ValueError(f"{missing[0]} is missing; every row needs {', '.join(_REQUIRED)}.")
-        rows, size = (
-            {name: np.asarray(column) for name, column in batch.items() if column is not None},
-            len(predictions),
-        )
+        size, rows = len(predictions), {name: np.asarray(data) for name, data in batch.items() if data is not None}
         for name, column in rows.items():
             if column.shape != (size,) or column.dtype.kind not in "iu":
                 found = f"{size} ints, one per prediction, got {column.dtype} of shape {column.shape}"

@@ -111,9 +111,6 @@ def _card_facts(*args: Any, base_model: Any = None, datasets: Any = None, **kwar
     data = {name: given[name] for name in ("language", "tags", "model_name") if given.get(name)}
     if isinstance(data.get("tags"), str):
         data["tags"] = [data["tags"]]
-    return {
-        "license": given.get("license"),
-        "base_model": base_model or given.get("finetuned_from"),
-        "datasets": datasets or given.get("dataset_tags") or given.get("dataset"),
-        "card_data": data or None,
-    }
+    datasets = datasets or given.get("dataset_tags") or given.get("dataset")
+    base_model = base_model or given.get("finetuned_from")
+    return {"license": given.get("license"), "base_model": base_model, "datasets": datasets, "card_data": data or None}

@@ -300,11 +300,8 @@ def changed_settings(saved: dict[str, Any], settings: dict[str, Any]) -> str:
     then = args | RECIPES.get(recipe, {}) | {"luca_config": config, "processor": settings["processor"]}
     then = _flat(then) | _flat(saved)
     free = ("router", *(PARTS_OF_A_BATCH if "images_per_step" in saved else ["images_per_step"]))
-    return ", ".join(
-        f"{name}: {then.get(name)!r} there, {now!r} now"
-        for name, now in _flat(settings).items()
-        if name not in free and then.get(name) != now
-    )
+    changed = [(name, now) for name, now in _flat(settings).items() if name not in free and then.get(name) != now]
+    return ", ".join(f"{name}: {then.get(name)!r} there, {now!r} now" for name, now in changed)
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
