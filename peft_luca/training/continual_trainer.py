@@ -126,6 +126,7 @@ class ContinualTrainer(ReportingTrainer):
             except BaseException:
                 if is_new and known.name not in self._learned:
                     self.stream.pop()
+                    self.task_features = TaskFeatures(self)
                 raise
 
     def _train_task(self, task: Task) -> TrainOutput:

@@ -281,11 +281,11 @@ class ExpertTrainer(PublishingTrainer):
             return super().create_scheduler(num_training_steps, optimizer)
         per_epoch = math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
         epochs = math.ceil(num_training_steps / per_epoch)
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer or self.optimizer,
-            # the authors' code steps it after each epoch
-            lambda step: 0.5 * (1.0 + math.cos(math.pi * (step // per_epoch) / epochs)),
-        )
+
+        def factor(step: int) -> float:
+            return 0.5 * (1.0 + math.cos(math.pi * (step // per_epoch) / epochs))  # as the authors' code has it
+
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
         self._created_lr_scheduler = True
         return self.lr_scheduler
 

@@ -1,8 +1,8 @@
 """The figures that are computed from one accuracy matrix.
 
-`matrix[i, j]` is the accuracy on task j's test images after stage i, routed over all classes seen by then, as a
-fraction; NaN where it was not measured (before task j was learned, after its expert was deleted, or if the task has no
-test images). `counts[j]` is the number of task j's test images.
+`matrix[i, j]`, of shape `(stages, tasks)`, is the accuracy on task j's test images after stage i, routed over all
+classes seen by then, as a fraction; NaN where it was not measured (before task j was learned, after its expert was
+deleted, or if the task has no test images). `counts[j]`, of shape `(tasks,)`, is the number of task j's test images.
 """
 
 import warnings
@@ -40,34 +40,27 @@ def accuracy_matrix(records: Sequence[Record]) -> list[list[float | None]]:
 
 
 def stage_accuracies(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> Floats:
-    """A_1 ... A_B: at each stage, the share of right answers among the test images of all tasks seen by then.
-
-    Args:
-        matrix (`np.ndarray` of shape `(stages, tasks)`): Accuracies, NaN where not measured.
-        counts (`np.ndarray` of shape `(tasks,)`): Test images per task. Tasks without any are ignored.
-
-    Returns:
-        `np.ndarray` of shape `(stages,)`: NaN for a stage at which no test image was seen.
-    """
+    """A_1 ... A_B: at each stage, the share of right answers among the test images of all tasks seen by then,
+    `(stages,)`; NaN for a stage at which no test image was seen. Tasks without test images are ignored."""
     measured, images = _checked(matrix, counts)
     weights = np.where(np.isnan(measured), 0.0, images)  # (stages, tasks)
     return share((weights * np.nan_to_num(measured)).sum(axis=1), weights.sum(axis=1))
 
 
 def average_accuracy(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> float:
-    """Ā, average incremental accuracy: the mean of the stage accuracies. Shapes as in [`stage_accuracies`]."""
+    """Ā, average incremental accuracy: the mean of the stage accuracies."""
     stages = stage_accuracies(matrix, counts)
     return float("nan") if np.isnan(stages).all() else float(np.nanmean(stages))
 
 
 def last_accuracy(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> float:
-    """A_B: the accuracy after the last stage. Shapes as in [`stage_accuracies`]."""
+    """A_B: the accuracy after the last stage."""
     return float(stage_accuracies(matrix, counts)[-1])
 
 
 def forgetting(matrix: npt.ArrayLike) -> float:
     """Mean over tasks of (best accuracy at an earlier stage - accuracy at the last stage), in [-1, 1]; 0.0 if no task
-    was measured at both. Positive means forgotten. (Chaudhry et al., 2018.) Shapes as in [`stage_accuracies`]."""
+    was measured at both. Positive means forgotten. (Chaudhry et al., 2018.)"""
     return _stage_forgetting(_checked(matrix)[0])[-1]
 
 
@@ -88,10 +81,9 @@ def summarize(
 ) -> dict[str, Any]:
     """All figures, under the names they have in `results.json`.
 
-    `matrix` and `counts` are those of [`stage_accuracies`]. `task_known` and `routing`, of shape `(tasks,)`, were
-    measured after the last stage: each task's accuracy when its own expert answers, and the share of its images for
-    which the router chose that expert. What was not measured is `None`, so that the result is valid JSON. Warns if the
-    routed accuracy is above the accuracy with the task known.
+    `task_known` and `routing`, of shape `(tasks,)`, were measured after the last stage: each task's accuracy when its
+    own expert answers, and the share of its images for which the router chose that expert. What was not measured is
+    `None`, so that the result is valid JSON. Warns if the routed accuracy is above the accuracy with the task known.
     """
     measured, images = _checked(matrix, counts)
     measured = np.where(images > 0, measured, np.nan)
