@@ -124,7 +124,7 @@ class RunFolder:
         if results.get("format", 0) > RESULTS_FORMAT:
             found = f"has the format {results['format']} of a later version. Update peft_luca, or choose"
         elif results and any(missing):
-            found = f"does not hold the results of a run: there is no {min(set().union(*missing))!r}. Choose"
+            found = f"does not hold the results of a run: there is no {min(next(filter(None, missing)))!r}. Choose"
         if found:
             raise ValueError(f"{self.path / RESULTS_NAME} {found} another output_dir.")
         learned = {record["name"] for record in records}
@@ -147,7 +147,8 @@ class RunFolder:
     def results(self, known: Sequence[Record] = ()) -> dict[str, Any]:
         """What `results.json` holds, and what the stages measured, which is not read again for `known` records."""
         results, path = self._read(RESULTS_NAME), self.path / MATRIX_NAME
-        size, records = results.pop("matrix_bytes", 0), results.get("tasks") or []
+        records = results["tasks"] if {"settings", "tasks"} <= set(results) else []
+        size = results.pop("matrix_bytes", 0) if records else 0
         stages = [_stage(record) for record in known[: len(records)][:-1]]
         try:
             stages += map(json.loads, path.read_bytes()[:size].splitlines()[len(stages) :] if size else ())

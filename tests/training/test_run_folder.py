@@ -220,9 +220,13 @@ def test_a_setting_that_an_older_version_lacked_is_compared_with_its_default(cop
             "not hold the results of a run: there is no 'task_known'",
         ),
         (lambda results: results.pop("settings"), "not hold the results of a run: there is no 'settings'"),
+        (
+            lambda results: [results.clear(), results.update(tasks={"mmlu": {"acc": 0.5}})],
+            "not hold the results of a run",
+        ),
         (None, "cannot be read: Expecting"),
     ],
-    ids=["format", "record", "settings", "damaged"],
+    ids=["format", "record", "settings", "another program's", "damaged"],
 )
 def test_results_of_no_run_are_refused(copy, cache, change, message):
     results = read_json(copy / "results.json")
