@@ -21,7 +21,7 @@ $(BIN)/installed-demo: pyproject.toml constraints.txt
 install: $(BIN)/installed
 
 demo: $(BIN)/installed-demo
-	$(BIN)/accelerate launch --quiet --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/cil.py
+	$(BIN)/python examples/cil.py --use_cpu
 
 test: install
 	$(BIN)/python -m pytest -n 2

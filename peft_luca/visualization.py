@@ -3,7 +3,8 @@ Plots of a run and of its experts: every function returns a matplotlib `Figure`.
 Heat maps and categories go evenly from dark to light, and every category has its own marker or hatch.
 
 Args:
-    results (`dict`): Content of `results.json`.
+    results (`dict`): [`ContinualTrainer.results`].
+    report (`dict`): [`ContinualTrainer.class_report`].
     model ([`~peft.PeftModel`]): A model of LuCA experts, with its router set.
     features (`dict[str, FeatureDataset]`):
         Expert → [CLS] of its task's images: `features` `(images, d)` and `labels` `(images,)`, its own ids 0 … K-1.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,8 +34,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEAT = "cividis"  # its luminance rises evenly, also for eyes that do not tell red from green
-# Categories, dark to light, with a marker or hatch each: 42 pairs of colour and marker before one repeats.
-COLORS = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")
+COLORS = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")  # dark to light
+# Of tasks, with a marker each: 84 pairs before one repeats. From Kelly, Color Engineering 3 (1965).
+CATEGORIES = "#f3c300 #875692 #f38400 #a1caf1 #be0032 #008856 #e68fac #0067a5 #c2b280 #2b3d26 #882d17 #8db600".split()
 MARKERS = "osD^vP*"
 HATCHES = ("", "///")
 NAMED = 12  # with more tasks, numbers in cells are left out
@@ -41,17 +44,18 @@ IMAGES = 2000  # at most so many images, evenly spaced, where each is a point
 BELOW: dict[str, Any] = {"loc": "outside lower center", "ncols": 2, "frameon": False}  # a legend
 
 Features: TypeAlias = Mapping[str, Any]  # FeatureDataset by expert; data/ imports nothing from here
+Facts: TypeAlias = Mapping[str, Any]
 
 
-def accuracy_matrix(results: Mapping[str, Any]) -> Figure:
+def accuracy_matrix(results: Facts) -> Figure:
     """Accuracy on every task (columns) after every stage (rows), routed, in per cent."""
-    matrix = _measured(results.get("accuracy_matrix") or [[]])
-    figure, (axes,) = _figure(4.8, 4.0, xlabel="task", ylabel="after stage", title="Accuracy, routed (%)")
-    _heat(axes, 100 * matrix)
+    matrix, names = _measured(results.get("accuracy_matrix") or [[]]), [t["name"] for t in results.get("tasks", ())]
+    figure, (axes,) = _figure(4.8, 4.0, xlabel="task", ylabel="after", title="Accuracy, routed (%)")
+    _heat(axes, 100 * matrix, names, names)
     return figure
 
 
-def accuracy_over_stream(results: Mapping[str, Any]) -> Figure:
+def accuracy_over_stream(results: Facts) -> Figure:
     """Accuracy over the classes seen and, if the results have `stage_forgetting`, forgetting after every stage."""
     lines = {"accuracy over all classes seen": _measured(results.get("stage_accuracies") or [])}
     if results.get("stage_forgetting"):
@@ -70,13 +74,12 @@ def accuracy_over_stream(results: Mapping[str, Any]) -> Figure:
 @torch.no_grad()
 def routing_confusion(model: PeftModel, features: Features) -> Figure:
     """Routing confusion matrix: the share of every task's images (rows) routed to each expert (columns), in %."""
-    experts, device = _experts(model, features), find_layer(model)[1].label_space.device
-    shares = np.zeros((len(features), len(experts)))
-    for row, given in zip(shares, features.values(), strict=True):
+    experts, device, shares = _experts(model, features), find_layer(model)[1].label_space.device, []
+    for given in features.values():
         chosen = [model.route_features(z.to(device)).expert.cpu() for z in given.features.split(4096)]
-        row[:] = torch.bincount(torch.cat(chosen), minlength=len(experts)).numpy() / len(given.features)
+        shares.append(torch.bincount(torch.cat(chosen), minlength=len(experts)).numpy() / len(given.features))
     figure, (axes,) = _figure(5.2, 4.2, xlabel="routed to expert", ylabel="task of the image", title="Routing (%)")
-    _heat(axes, 100 * shares, rows=list(features), columns=experts)
+    _heat(axes, 100 * np.array(shares), rows=list(features), columns=experts)
     return figure
 
 
@@ -90,14 +93,13 @@ def entropy_histograms(model: PeftModel, features: Features) -> Figure:
     for i, (label, values) in enumerate(parts.items()):
         weights = np.full(len(values), 100 / max(1, len(values)))
         style: dict[str, Any] = {"color": COLORS[(1, 4)[i]], "hatch": HATCHES[i], "alpha": (1.0, 0.7)[i]}
-        style |= {"edgecolor": "black", "linewidth": 0.5}
-        axes.hist(values.numpy(), bins=edges, weights=weights, label=label, **style)
+        axes.hist(values.numpy(), edges, weights=weights, label=label, edgecolor="black", linewidth=0.5, **style)
     figure.legend(**BELOW)
     return figure
 
 
 def tsne(model: PeftModel, features: Features, seed: int = 0) -> Figure:
-    """[CLS] of images in the plane, by t-SNE: a marker for every task, and a ring around each misrouted image."""
+    """[CLS] of images in the plane, by t-SNE: a colour for every task, and a ring around each misrouted image."""
     check_installed()
     from sklearn.manifold import TSNE
 
@@ -108,7 +110,7 @@ def tsne(model: PeftModel, features: Features, seed: int = 0) -> Figure:
     figure, (axes,) = _figure(6.0, 5.0, xticks=[], yticks=[], title="[CLS] of the test images, by t-SNE")
     for i, name in enumerate(features):
         points = plane[(measured.task == experts.index(name)).numpy()]
-        style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": COLORS[i % len(COLORS)]}
+        style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": CATEGORIES[i % len(CATEGORIES)]}
         axes.scatter(points[:, 0], points[:, 1], s=28, edgecolors="black", linewidths=0.4, label=name, **style)
     wrong = plane[(measured.expert != measured.task).numpy()]
     axes.scatter(wrong[:, 0], wrong[:, 1], s=90, facecolors="none", edgecolors="black", label="misrouted")
@@ -124,26 +126,24 @@ def misrouted_images(
     Images that were routed to another task's expert, with every expert's best class and entropy: wrong predictions
     first, the one of lowest entropy before the others.
     """
-    measured = _measure(model, features)
-    experts, classes = list(model.experts), model.classes
-    wrong = (measured.expert != measured.task).nonzero()[:, 0].tolist()
-    labels = {row: model.experts[experts[measured.task[row]]][measured.labels[row]] for row in wrong}
-    predicted = {row: classes[measured.best[row, measured.expert[row]]] for row in wrong}
-    wrong.sort(key=lambda row: (labels[row] == predicted[row], float(measured.entropies[row, measured.expert[row]])))
-    wrong = wrong[:limit]
+    measured, experts, classes, found = _measure(model, features), list(model.experts), model.classes, []
+    for row in (measured.expert != measured.task).nonzero()[:, 0].tolist():
+        own, chosen, entropies = int(measured.task[row]), int(measured.expert[row]), measured.entropies[row]
+        label = model.experts[experts[own]][measured.labels[row]]
+        predicted = classes[measured.best[row, chosen]]
+        found.append((label == predicted, float(entropies[chosen]), row, own, chosen, label, predicted))
+    wrong, shown = sorted(found)[:limit], min(len(experts), NAMED)
     if not wrong:
-        figure, (empty,) = _figure(4.8, 1.6, title="every image was routed to the expert of its task")
-        empty.set_axis_off()
-        return figure
-    shown, options = min(len(experts), NAMED), image_options(model)
+        title = "every image was routed to the expert of its task"
+        return _figure(4.8, 1.6, title=title, frame_on=False, xticks=[], yticks=[])[0]
     figure, axes = _figure(7.6, len(wrong) * (0.6 + 0.2 * shown), rows=len(wrong), columns=2)
-    for picture, bars, row in zip(axes[::2], axes[1::2], wrong, strict=True):
-        own, chosen = int(measured.task[row]), int(measured.expert[row])
-        picture.imshow(read_image(images[experts[own]][int(measured.row[row])], **options), cmap="gray")
-        picture.set_title(f"{labels[row]} ({experts[own]}), predicted {predicted[row]}", fontsize=8)
+    for picture, bars, (_, _, row, own, chosen, label, predicted) in zip(axes[::2], axes[1::2], wrong, strict=True):
+        image = images[experts[own]][int(measured.row[row])]
+        picture.imshow(read_image(image, **image_options(model)), cmap="gray")
+        picture.set_title(_plain(f"{label} ({experts[own]}), predicted {predicted}"), fontsize=8)
         picture.set_axis_off()
         lowest = measured.entropies[row].topk(shown, largest=False).indices.sort().values.tolist()
-        best = [f"{experts[t]}: {classes[int(measured.best[row, t])]}" for t in lowest]
+        best = [_plain(f"{experts[t]}: {classes[int(measured.best[row, t])]}") for t in lowest]
         colors, hatches = [COLORS[1 if t == chosen else 4] for t in lowest], [HATCHES[t == own] for t in lowest]
         bars.barh(best, measured.entropies[row, lowest].numpy(), color=colors, hatch=hatches, edgecolor="black")
         bars.tick_params(labelsize=8)
@@ -153,8 +153,19 @@ def misrouted_images(
     return figure
 
 
+def class_confusion(report: Facts, limit: int = NAMED) -> Figure:
+    """The classes that are confused most: of a class's test images, the share for which another is predicted, in %."""
+    pairs = report["confused"][:limit]
+    title = "Classes that are confused most" if pairs else "no class is taken for another"
+    figure, (axes,) = _figure(6.4, 1.2 + 0.3 * len(pairs), xlabel="% of the class's images", title=title)
+    axes.barh(range(len(pairs)), [100 * pair["share"] for pair in pairs], color=COLORS[1])
+    axes.set_yticks(range(len(pairs)), [_plain(f"{pair['class']} → {pair['predicted']}") for pair in pairs])
+    axes.invert_yaxis()
+    return figure
+
+
 def of_a_run(
-    results: Mapping[str, Any], model: PeftModel, features: Features, images: Mapping[str, Sequence[Any]]
+    results: Facts, model: PeftModel, features: Features, images: Mapping[str, Sequence[Any]], report: Facts
 ) -> Iterator[tuple[str, Figure]]:
     """Yields all plots above, with their names; none if no images are given."""
     if not features:
@@ -166,6 +177,14 @@ def of_a_run(
     if sum(len(given.labels) for given in features.values()) > 3:
         yield "tsne", tsne(model, features)
     yield "misrouted_images", misrouted_images(model, features, images)
+    yield "class_confusion", class_confusion(report)
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as the content of a PNG file."""
+    content = BytesIO()
+    figure.savefig(content, dpi=120, format="png")
+    return content.getvalue()
 
 
 def check_installed(*modules: str) -> None:
@@ -178,9 +197,7 @@ def check_installed(*modules: str) -> None:
 
 
 class _Measured(NamedTuple):
-    """Routing and scores of images, all on the CPU."""
-
-    features: Tensor  # (images, d)
+    features: Tensor  # (images, d), on the CPU as all others
     labels: Tensor  # (images,), the task's own ids
     task: Tensor  # (images,), place of the right expert
     row: Tensor  # (images,), in the task's dataset
@@ -228,7 +245,7 @@ def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **of_a
     return figure, list(figure.subplots(rows, columns, squeeze=False, subplot_kw=of_axes).flat)
 
 
-def _heat(axes: Axes, values: Any, rows: Sequence[str] | None = None, columns: Sequence[str] | None = None) -> None:
+def _heat(axes: Axes, values: Any, rows: Sequence[str], columns: Sequence[str]) -> None:
     """A heat map of per cents, with numbers and names where there is room for them."""
     axes.figure.colorbar(axes.imshow(values, vmin=0, vmax=100, cmap=HEAT), ax=axes, shrink=0.8)
     if max(values.shape) <= NAMED:
@@ -237,7 +254,10 @@ def _heat(axes: Axes, values: Any, rows: Sequence[str] | None = None, columns: S
                 color = "white" if value < 50 else "black"
                 axes.text(j, i, f"{value:.0f}", ha="center", va="center", color=color, fontsize=8)
     for names, count, axis in ((rows, values.shape[0], axes.yaxis), (columns, values.shape[1], axes.xaxis)):
-        if names is not None and count <= 3 * NAMED:
-            axis.set_ticks(range(count), names, fontsize=8, rotation=45 if axis is axes.xaxis else 0, ha="right")
-        elif names is None and count <= NAMED:
-            axis.set_ticks(range(count), [str(i + 1) for i in range(count)])
+        if count <= 3 * NAMED:
+            labels, rotation = names or range(1, count + 1), 45 if names and axis is axes.xaxis else 0
+            axis.set_ticks(range(count), list(map(str, labels)), fontsize=8, rotation=rotation, ha="right")
+
+
+def _plain(text: str) -> str:
+    return text.replace("$", r"\$")  # which would begin a formula

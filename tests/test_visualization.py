@@ -1,5 +1,7 @@
 """Plots: drawn from what they claim to show, and readable without colour."""
 
+import io
+import itertools
 import re
 import sys
 
@@ -21,8 +23,16 @@ RESULTS = {
     "stage_accuracies": [0.9, None, 0.6],
     "stage_forgetting": [0.0, 0.1, 0.2],
 }
+REPORT = {
+    "classes": [],
+    "confused": [
+        {"class": f"c{i} $x$ $", "predicted": "b", "images": 9 - i, "share": 0.9 - 0.1 * i, "examples": []}
+        for i in range(5)
+    ],
+}
 PLOTS = [
-    "accuracy_matrix", "accuracy_over_stream", "routing_confusion", "entropy_histograms", "tsne", "misrouted_images"
+    "accuracy_matrix", "accuracy_over_stream", "routing_confusion", "entropy_histograms", "tsne", "misrouted_images",
+    "class_confusion",
 ]  # fmt: skip
 
 
@@ -89,6 +99,24 @@ def test_results_without_an_accuracy_are_refused():
         for results in ({}, {"accuracy_matrix": [[None]], "stage_accuracies": [None]}):
             with pytest.raises(ValueError, match="no accuracy to draw"):
                 draw(results)
+
+
+def test_tasks_are_named_in_the_accuracy_matrix():
+    names = ["birds", "trains", "trees"]
+    axes = plots.accuracy_matrix({**RESULTS, "tasks": [{"name": name} for name in names]}).axes[0]
+    for ticks in (axes.get_xticklabels(), axes.get_yticklabels()):
+        assert [tick.get_text() for tick in ticks] == names
+
+
+def test_the_most_confused_classes_are_named_as_they_are_written():
+    figure = plots.class_confusion(REPORT, limit=3)
+    figure.savefig(io.BytesIO())  # a class's name is no formula
+    axes = figure.axes[0]
+    np.testing.assert_allclose([bar.get_width() for bar in axes.patches], [90, 80, 70])
+    assert [tick.get_text().replace("\\", "") for tick in axes.get_yticklabels()] == [
+        f"c{i} $x$ $ → b" for i in range(3)
+    ]
+    assert "no class is taken for another" in texts(plots.class_confusion({"confused": []}))
 
 
 # --- of a model ---
@@ -161,10 +189,10 @@ def test_features_of_other_experts_are_refused(model_and_features):
 def test_all_plots_of_a_run(model_and_features):
     model, features = model_and_features
     images = {name: [Image.new("RGB", (8, 8))] * 8 for name in features}
-    assert [name for name, _ in plots.of_a_run(RESULTS, model, features, images)] == PLOTS
+    assert [name for name, _ in plots.of_a_run(RESULTS, model, features, images, REPORT)] == PLOTS
     few = {"plain": FeatureDataset(torch.zeros(3, 32), torch.zeros(3, dtype=torch.long))}
-    assert "tsne" not in dict(plots.of_a_run(RESULTS, model, few, images))
-    assert not list(plots.of_a_run(RESULTS, model, {}, {}))
+    assert "tsne" not in dict(plots.of_a_run(RESULTS, model, few, images, REPORT))
+    assert not list(plots.of_a_run(RESULTS, model, {}, {}, REPORT))
 
 
 @pytest.mark.parametrize("module", ["matplotlib.figure", "sklearn.manifold"])
@@ -177,12 +205,31 @@ def test_what_the_plots_are_drawn_with_is_named_if_it_is_missing(monkeypatch, mo
 # --- readable ---
 
 
+def lab(color):
+    """A colour in CIELAB (D65), in which distances are as seen."""
+    from matplotlib.colors import to_rgb
+
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    x, y, z = np.cbrt(np.array(to_xyz) @ linear / [0.9505, 1.0, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_a_dozen_tasks_have_colours_that_can_be_told_apart():
+    colors = [lab(color) for color in plots.CATEGORIES]
+    assert len(colors) == 12
+    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(colors, 2)) > 25
+    # Those with the same marker differ in grey too.
+    count = len(plots.MARKERS)
+    assert all(abs(colors[i][0] - colors[i + count][0]) > 9 for i in range(12 - count))
+    pairs = {(i % 12, i % count) for i in range(84)}
+    assert len(pairs) == 84
+
+
 def test_categories_differ_in_grey_and_not_by_colour_alone():
     lightness = [luminance(color) for color in plots.COLORS]
     assert (np.diff(lightness) > 12).all()
     assert len(set(plots.MARKERS)) == len(plots.MARKERS) > len(plots.COLORS)
-    pairs = {(i % len(plots.COLORS), i % len(plots.MARKERS)) for i in range(42)}
-    assert len(pairs) == 42
 
 
 def test_heat_maps_rise_evenly_in_grey_and_numbers_stand_out():

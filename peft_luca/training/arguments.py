@@ -34,12 +34,7 @@ CONFIG_RECIPES: dict[str, dict[str, Any]] = {
 }
 
 # What a field of each annotation may hold, and in words.
-KINDS: dict[str, tuple[type, str]] = {
-    "bool": (bool, "True or False"),
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a number"),
-}
-
+KINDS = {"bool": (bool, "True or False"), "int": (Integral, "a whole number"), "float": (Real, "a number")}
 # The least value of a number, once the recipe has filled it.
 LEAST = dict.fromkeys("learning_rate num_train_epochs l1_weight augmented_views statistics_random_features".split(), 0)
 LEAST |= dict.fromkeys("per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps".split(), 1)
@@ -69,11 +64,8 @@ class ContinualTrainingArguments(TrainingArguments):
         negatives (`str`, *optional*):
             `"own"`: cross-entropy over the expert's own classes. `"seen"`, in the paper's recipe: over all classes
             seen so far, with the rows of earlier experts frozen.
-        augmentation (`bool`, *optional*):
-            Random resized crop (scale 0.05 to 1) and horizontal flip. The backbone then runs in every epoch. Off in
-            the own recipe, on in the paper's.
-        schedule_per_epoch (`bool`, *optional*):
-            Change the learning rate once per epoch, not per step. Off in the own recipe, on in the paper's.
+        augmentation (`bool`, *optional*): Random resized crop (scale 0.05 to 1) and flip. On in the paper's recipe.
+        schedule_per_epoch (`bool`, *optional*): Change the learning rate per epoch only. On in the paper's recipe.
         class_mean_rows (`bool`, *optional*, defaults to `True`): Make rows class means of adapted features at the end.
         cache_features (`bool`, *optional*, defaults to `True`):
             Train on [CLS] from the cache, unless each epoch draws its own augmentation. Otherwise the backbone runs in
@@ -81,23 +73,20 @@ class ContinualTrainingArguments(TrainingArguments):
         augmented_views (`int`, *optional*, defaults to `0`):
             Compute [CLS] of this number of augmented views of each image, and train on one view per epoch, in turns;
             switches `augmentation` on. With `0` every epoch draws its own augmentation, and the backbone runs.
-        features_cache_dir (`str`, *optional*):
-            Folder of the cache, which later runs use too. By default `peft_luca` in the cache of `datasets`.
+        features_cache_dir (`str`, *optional*): Of all runs; by default `peft_luca` in the cache of `datasets`.
         features_dtype (`str`, *optional*, defaults to `"float32"`): Stores [CLS]. Or `"float16"` or `"bfloat16"`.
         on_bad_image (`str`, *optional*, defaults to `"raise"`):
             An image that cannot be read stops the run (`"raise"`), or is left out and counted (`"skip"`).
         push_to_hub (`bool`, *optional*, defaults to `False`):
             Push the experts to the Hub as a collection: with `hub_strategy="every_save"`, the default, in the
             background when a task is learned, and at the end of `train`; with `"end"` only there.
-        router (`str`, *optional*):
-            As of [`LucaModel.set_router`]. `"auto"` in the own recipe, `"entropy"` in the paper's.
+        router (`str`, *optional*): See [`LucaModel.set_router`]. `"auto"`, or `"entropy"` in the paper's recipe.
         routing_scope (`str`, *optional*, defaults to `"sample"`):
             `"batch"` chooses one expert for all test images of a task, for comparison with published figures only.
         statistics (`bool`, *optional*, defaults to `True`): Save statistics of its training features with each expert.
         statistics_rank (`int`, *optional*, defaults to `64`): Rows (of d) kept of each class's scatter; -1 for all.
         statistics_random_features (`int`, *optional*, defaults to `0`): M of the `ridge` router, 4·M² bytes an expert.
-        plots (`bool`, *optional*, defaults to `False`):
-            Call [`~ContinualTrainer.save_plots`] when `train` ends. Needs matplotlib and scikit-learn.
+        plots (`bool`, *optional*, defaults to `False`): Call [`~ContinualTrainer.save_plots`] when `train` ends.
     """
 
     # TrainingArguments has other defaults for these; None means that the recipe sets them.
@@ -165,13 +154,14 @@ class ContinualTrainingArguments(TrainingArguments):
         inherited = {"gradient_accumulation_steps": "int", "max_steps": "int"}
         for name, annotation in {**ContinualTrainingArguments.__annotations__, **inherited}.items():
             kind, *or_none = annotation.split(" | ")
-            value = getattr(self, name)
-            if kind not in KINDS or (value is None and or_none):
-                continue
-            wanted, needed = KINDS[kind]
-            _check(self, name, isinstance(value, wanted) and isinstance(value, bool) == (kind == "bool"), needed)
-            if kind != "bool":
-                setattr(self, name, int(value) if isinstance(value, Integral) else float(value))
+            value, (wanted, needed) = getattr(self, name), KINDS.get(kind, (object, ""))
+            if kind in KINDS and not (value is None and or_none):
+                _check(self, name, isinstance(value, wanted) and isinstance(value, bool) == (kind == "bool"), needed)
+                setattr(
+                    self,
+                    name,
+                    value if kind == "bool" else int(value) if isinstance(value, Integral) else float(value),
+                )
 
     def _check_choice(self, name: str, choices: Sequence[Any], condition: str = "") -> None:
         needed = ("one of " if len(choices) > 1 else "") + ", ".join(map(repr, choices))

@@ -77,12 +77,10 @@ def print_line(args: Any, line: str) -> None:
 def make_extractor(tuner: LucaModel, collator: ImageCollator, args: Any, writes: bool = True) -> FeatureExtractor:
     """What computes [CLS] of images, as the arguments say."""
     settings = args.per_device_eval_batch_size, args.dataloader_num_workers, args.features_dtype, args.on_bad_image
-    options = ("pin_memory", "multiprocessing_context", "prefetch_factor")
-    return FeatureExtractor(
-        lambda pixels: tuner.pooled_features(pixels.to(args.device, tuner.backbone.dtype)),
-        collator,
-        *settings,
-        writes,
-        args.disable_tqdm,
-        {name: getattr(args, f"dataloader_{name}") for name in options},
-    )
+    names = ("pin_memory", "multiprocessing_context", "prefetch_factor")
+    options = args.disable_tqdm, {name: getattr(args, f"dataloader_{name}") for name in names}
+
+    def pooled_features(pixels: torch.Tensor) -> torch.Tensor:
+        return tuner.pooled_features(pixels.to(args.device, tuner.backbone.dtype))
+
+    return FeatureExtractor(pooled_features, collator, *settings, writes, *options)

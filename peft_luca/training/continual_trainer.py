@@ -6,7 +6,6 @@ import copy
 import hashlib
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +27,10 @@ from ..tuner.model import quiet_peft, tuner_of
 from ..utils import pluralize
 from .arguments import ContinualTrainingArguments
 from .batches import print_line
-from .evaluation import TaskFeatures, all_figures, measure, save_plots
+from .evaluation import TaskFeatures, all_figures, measure
 from .expert_trainer import ExpertTrainer
 from .metrics import Record, numbers, task_line
-from .publishing import PublishingTrainer
+from .report import ReportingTrainer
 from .run_folder import RESULTS_FORMAT, RunFolder, run_settings
 from .stream_checks import check_arguments, check_task, make_template
 
@@ -39,7 +38,7 @@ from .stream_checks import check_arguments, check_task, make_template
 logger = logging.get_logger(__name__)
 
 
-class ContinualTrainer(PublishingTrainer):
+class ContinualTrainer(ReportingTrainer):
     """
     Teaches a frozen image classifier a stream of tasks: for each task it adds an expert, trains it with an
     [`ExpertTrainer`], saves it, and evaluates all classes seen so far.
@@ -143,6 +142,7 @@ class ContinualTrainer(PublishingTrainer):
             output = self._train_expert(task)
             self._set_router()
             self._finish(task, output, time.perf_counter() - started)
+            return output
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self.is_world_process_zero():
                 done = f"{len(self._records)} of {len(self.stream)} tasks are finished, and kept in"
@@ -151,7 +151,6 @@ class ContinualTrainer(PublishingTrainer):
                 self._drop_expert(task)
                 self.task_features = TaskFeatures(self)  # another task may come under the name
             raise
-        return output
 
     def _add_expert(self, task: Task) -> None:
         config = copy.deepcopy(self.luca_config)
@@ -159,13 +158,12 @@ class ContinualTrainer(PublishingTrainer):
         others = tuner_of(self.model).peft_config.values() if isinstance(self.model, PeftModel) else ()
         if "whitening" in config.filled and not all(other.whitening for other in others):
             config.whitening = False  # the statistics of all experts need one reference
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), quiet_peft():
             torch.manual_seed(task_seed(self.args.seed, task.classes))
             if isinstance(self.model, PeftModel):
                 self.model.add_adapter(task.name, config)
             else:
-                with quiet_peft():
-                    self._set_model(get_peft_model(self.model, config, adapter_name=task.name))
+                self._set_model(get_peft_model(self.model, config, adapter_name=task.name))
         self.model.eval()
 
     def _train_expert(self, task: Task) -> TrainOutput:
@@ -173,17 +171,15 @@ class ContinualTrainer(PublishingTrainer):
         args.seed = task_seed(args.seed, task.classes)
         args.report_to, args.push_to_hub = [], False  # the run's callbacks report, and the run pushes
         train_dataset, collator = self.task_features.training_data(task)
-        trainer = ExpertTrainer(
-            self.model,
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=self.task_features.get_own(task, "test") if args.eval_strategy != "no" else None,
-            expert=task.name,
-            processing_class=self.processing_class,
-            data_collator=collator,
-            features=self.task_features.get_own(task, "train"),
-            **self._task_arguments,
-        )
+        options = {
+            "train_dataset": train_dataset,
+            "data_collator": collator,
+            "processing_class": self.processing_class,
+        }
+        options |= {"features": self.task_features.get_own(task, "train"), "expert": task.name, **self._task_arguments}
+        if args.eval_strategy != "no":
+            options["eval_dataset"] = self.task_features.get_own(task, "test")
+        trainer = ExpertTrainer(self.model, args, **options)
         trainer.callback_handler.callbacks = self.callback_handler.callbacks
         trainer.earlier_steps = self.state.global_step
         args.output_dir = str(self.folder.path / task.name)  # of its checkpoints
@@ -221,6 +217,10 @@ class ContinualTrainer(PublishingTrainer):
             self._push_in_background(f"{task.name} learned")
         print_line(self.args, task_line(len(self.stream), results, len(self.tuner.classes)))
         self.log({f"stage_{name}": value for name, value in results.items() if isinstance(value, float)})
+        if self.args.report_to:  # a curve for each task, which would make the history of a long stream too long
+            accuracies = zip(self._records, record["accuracy"], strict=True)
+            curves = {f"{task['name']}/accuracy": accuracy for task, accuracy in accuracies if accuracy is not None}
+            self.callback_handler.on_log(self.args, self.state, self.control, curves)
 
     def _drop_expert(self, task: Task) -> None:
         """Leaves the model as it was before a task that could not be finished."""
@@ -231,34 +231,36 @@ class ContinualTrainer(PublishingTrainer):
             self.model.eval()
             self._set_router()
 
-    def delete_adapter(self, adapter_name: str) -> None:
+    def delete_adapter(self, adapter_name: str, features: bool = False) -> None:
         """
         Deletes a task's expert, in the model and in `args.output_dir`. Its task is not measured any more: its column
-        of the accuracy matrix ends, and the last row is measured again with the remaining experts.
+        of the accuracy matrix ends, and the last row is measured again with the remaining experts. With `features`,
+        [CLS] of the task's images are deleted from the cache, except files that another task of the stream uses.
         """
         with self.folder.lock():
-            if self._resume() == adapter_name:
-                return  # an earlier call was cut off
-            if not isinstance(self.model, PeftModel) or adapter_name not in self.tuner.experts:
+            is_done = self._resume() == adapter_name  # an earlier call was cut off
+            if not is_done and not (isinstance(self.model, PeftModel) and adapter_name in self.tuner.experts):
                 raise ValueError(f"there is no expert {adapter_name!r} to delete.")
-            self.model.delete_adapter(adapter_name)
-            self._set_router()
-            self._resume()
+            for task in self.stream:
+                if features and task.name == adapter_name:  # first: as long as there is the expert, a retry does this
+                    self.task_features.delete_files(task)
+            if not is_done:
+                self.model.delete_adapter(adapter_name)
+                self._set_router()
+                self._resume()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, Any]:
         """
         Accuracy over all classes seen so far, with the router that is set now, and the accuracy matrix. If it is not
-        the router of the run, there is only the last row, and no figure that compares stages.
+        the router of the run, there is only the last row, and no figure that compares stages. Returns the figures of
+        [`~ContinualTrainer.results`], each with the prefix.
 
         Args:
             eval_dataset (`datasets.Dataset` or `str`, *optional*):
                 Images with their classes, which are matched by name (see [`TaskStream.match`]), or the name of a task,
                 to evaluate in place of the test images of all tasks; or a `dict` of datasets.
-
-        Returns:
-            `dict`: The figures of `results.json`, each with the prefix, and `accuracy_matrix` (stages × tasks).
         """
         if isinstance(eval_dataset, str):
             tests = {task.name: task.test for task in self.stream if task.test is not None}
@@ -293,21 +295,14 @@ class ContinualTrainer(PublishingTrainer):
     def results(self) -> dict[str, Any]:
         """What `results.json` holds: the run's settings, each task as it was learned, and the figures."""
         deleted = {record["name"] for record in self._records if record["name"] not in self.tuner.experts}
-        left = [task.classes for task in self.stream if task.name not in deleted]
+        left = (label for task in self.stream if task.name not in deleted for label in task.classes)
         return {
             "format": RESULTS_FORMAT,
             "settings": run_settings(self.args, self.luca_config, self.processing_class),
-            "classes": list(dict.fromkeys(sum(left, ()))),
+            "classes": list(dict.fromkeys(left)),
             "tasks": [r | {"deleted": True, "classes": []} if r["name"] in deleted else r for r in self._records],
             **all_figures(self, self._records),
         }
-
-    def save_plots(self) -> list[Path]:
-        """
-        Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
-        the run logs to it. Returns the files. With several processes all must call it; the first one draws.
-        """
-        return save_plots(self)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """As [`~transformers.Trainer.log_metrics`]; lists and figures that were not measured are left out."""

@@ -13,15 +13,16 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 
-from .. import visualization
 from ..data.collator import ImageCollator
 from ..data.feature_cache import FeatureDataset, default_cache_dir, digest_images, features_key
 from ..data.task_stream import Task
 from ..preprocessing import undecoded
 from ..routing import make_router
 from ..tuner.model import LucaModel
+from ..utils import explain_write_errors
+from . import metrics
 from .batches import make_extractor, print_line
-from .metrics import COMPARING_STAGES, Floats, Measured, Record, forgetting, last_accuracy, or_none, summarize
+from .metrics import MEASURED, Floats, Measured, Record
 
 
 BATCH = 4096  # features are a memory map of any size
@@ -89,10 +90,9 @@ class TaskFeatures:
     def digests(self, task: Task) -> dict[str, str]:
         """Split → a digest of a task's images and of their classes."""
         digests, own = {}, np.array(self._own_labels(task))
-        for split in ("train", "test"):
-            if (dataset := getattr(task, split)) is not None:
-                labels = own[dataset.select_columns(["labels"]).with_format("numpy")[:]["labels"]].tolist()
-                digests[split] = hashlib.sha256(f"{self._digest(task, split)} {labels}".encode()).hexdigest()
+        for split in ("train", "test") if task.test is not None else ("train",):
+            labels = own[getattr(task, split).select_columns(["labels"]).with_format("numpy")[:]["labels"]].tolist()
+            digests[split] = hashlib.sha256(f"{self._digest(task, split)} {labels}".encode()).hexdigest()
         return digests
 
     def _digest(self, task: Task, split: str) -> str:
@@ -102,17 +102,34 @@ class TaskFeatures:
             (self._digests[task.name, split],) = broadcast_object_list(digest)
         return self._digests[task.name, split]
 
-    def _extract(self, task: Task, split: str, view: int | None = None) -> FeatureDataset:
-        dataset, args, tuner = getattr(task, split), self.args, self.trainer.tuner
-        options = {"augmentation": view is not None, "view": view, "seed": args.seed}
+    def delete_files(self, task: Task) -> None:
+        """Deletes a task's [CLS] from the cache, except files that another task of the stream uses."""
+        used = {file for other in self.stream if other is not task for file in self._files(other)}
+        for file in sorted(self._files(task) - used):
+            if self.args.should_save:
+                with explain_write_errors(file):
+                    file.unlink(missing_ok=True)
+        self._features = {key: data for key, data in self._features.items() if key[0] != task.name}
+
+    def _files(self, task: Task) -> set[Path]:
+        views = {"train": [None, *range(self.args.augmented_views)], "test": [None] if task.test is not None else []}
+        return {self._file(task, split, view)[0] for split in views for view in views[split]}
+
+    def _file(self, task: Task, split: str, view: int | None = None) -> tuple[Path, ImageCollator]:
+        """The file of [CLS] in the cache, and what makes the pixel values."""
+        options = {"augmentation": view is not None, "view": view, "seed": self.args.seed}
         collator = replace(self.trainer.data_collator, label_ids=None, **options)
         key, images = "", self._digest(task, split)
-        if args.process_index == 0:
-            key = features_key(tuner.backbone, collator, images, args.features_dtype)
+        if self.args.process_index == 0:
+            key = features_key(self.trainer.tuner.backbone, collator, images, self.args.features_dtype)
         (key,) = broadcast_object_list([key])
-        path = Path(args.features_cache_dir or default_cache_dir()) / f"{key}.safetensors"
+        return Path(self.args.features_cache_dir or default_cache_dir()) / f"{key}.safetensors", collator
+
+    def _extract(self, task: Task, split: str, view: int | None = None) -> FeatureDataset:
+        dataset, args = getattr(task, split), self.args
+        path, collator = self._file(task, split, view)
         description = f"{task.name}: [CLS] of the {split} images" + ("" if view is None else f", view {view + 1}")
-        features = make_extractor(tuner, collator, args, args.should_save)(dataset, path, description)
+        features = make_extractor(self.trainer.tuner, collator, args, args.should_save)(dataset, path, description)
         if features.skipped and view is None:
             line = f"{len(features.skipped)} of {len(dataset)} {split} images cannot be read and are left out"
             print_line(args, f"{task.name}: {line}, first row {features.skipped[0]}")
@@ -130,33 +147,38 @@ def measure_stage(
     own expert; `task_known`, that expert's accuracy over its classes; `entropy`, as `accuracy` by the paper's router.
     """
     experts, paper = list(tuner.experts), make_router("entropy")
-    measured = Measured(accuracy=[], routing=[], task_known=[], entropy=[])
+    shares: list[list[float | None]] = []
     for name in names:
-        images, right = len(tests.get(name, ())), torch.zeros(4, dtype=torch.long)
-        if images:
-            own, size = tuner.layer.label_space.own[name].cpu(), images if whole else BATCH
-            for z, labels in zip(tests[name].features.split(size), tests[name].labels.split(size), strict=True):
-                z = z.to(device)
-                routed, known = tuner.route_features(z), tuner.expert_logits(z, name).argmax(1).cpu()
-                is_right = routed.logits.argmax(1).cpu() == own[labels]
-                is_routed = routed.expert.cpu() == experts.index(name)
-                by_entropy = routed if tuner.router == paper else tuner.layer.route_features(z, router=paper)
-                right_by_entropy = by_entropy.logits.argmax(1).cpu() == own[labels]
-                right += torch.stack([is_right, is_routed, known == labels, right_by_entropy]).sum(dim=1)
-        for column, count in zip(measured.values(), right.tolist(), strict=True):
-            column.append(count / images if images else None)
-    return measured
+        images, right = len(tests.get(name, ())), torch.zeros(len(MEASURED), dtype=torch.long)
+        size = max(1, images) if whole else BATCH
+        for rows in (slice(start, start + size) for start in range(0, images, size)):
+            z, labels = tests[name].features[rows].to(device), tests[name].labels[rows]
+            routed, known = tuner.route_features(z), tuner.expert_logits(z, name).argmax(1).cpu() == labels
+            by_entropy = routed if tuner.router == paper else tuner.layer.route_features(z, router=paper)
+            labels = tuner.layer.label_space.own[name].cpu()[labels]
+            is_right, is_right_by_entropy = (by.logits.argmax(1).cpu() == labels for by in (routed, by_entropy))
+            is_routed = routed.expert.cpu() == experts.index(name)
+            right += torch.stack([is_right, is_routed, known, is_right_by_entropy]).sum(dim=1)
+        shares.append([count / images if images else None for count in right.tolist()])
+    return {column: [share[i] for share in shares] for i, column in enumerate(MEASURED)}
+
+
+@torch.no_grad()
+def predict(trainer: Any, data: FeatureDataset) -> torch.Tensor:
+    """Predicted classes, by their ids in the model (images,), with the router that is set."""
+    size = max(1, len(data)) if trainer.args.routing_scope == "batch" else BATCH
+    batches = (z.to(trainer.args.device) for z in data.features.split(size))
+    return torch.cat([trainer.tuner.route_features(z).logits.argmax(1).cpu() for z in batches])
 
 
 def measure(trainer: Any, records: list[Record]) -> Measured:
     """What the model reaches on the learned tasks, computed by one process for all."""
-    names, measured, args = [record["name"] for record in records], None, trainer.args
-    tests = trainer.task_features.tests(names)
+    names, args = [record["name"] for record in records], trainer.args
+    tests, measured = trainer.task_features.tests(names), [Measured()]
     trainer.model.eval()
     if trainer.is_world_process_zero():
-        measured = measure_stage(trainer.tuner, names, tests, args.device, args.routing_scope == "batch")
-    (measured,) = broadcast_object_list([measured])
-    return measured
+        measured = [measure_stage(trainer.tuner, names, tests, args.device, args.routing_scope == "batch")]
+    return broadcast_object_list(measured)[0]
 
 
 def all_figures(trainer: Any, records: list[Record], last: Measured | None = None) -> dict[str, Any]:
@@ -165,23 +187,22 @@ def all_figures(trainer: Any, records: list[Record], last: Measured | None = Non
         return {}
     tuner, stages = trainer.tuner, [*records[:-1], last or records[-1]]
     matrix, counts = _matrix(stages, "accuracy"), [record["test_images"] for record in records]
-    figures: dict[str, Any] = {"accuracy_matrix": [[or_none(value) for value in row] for row in matrix]}
+    figures: dict[str, Any] = {"accuracy_matrix": metrics.accuracy_matrix(stages)}
     if any(counts):
-        known, routing = (np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing"))
         with warnings.catch_warnings():
             router = (tuner.router or trainer.args.make_router()).used(tuner.layer.experts)
             if router.needs_statistics or sum(map(len, tuner.experts.values())) > len(tuner.classes):
                 # The task's own expert is no upper bound, and nothing leaks.
                 warnings.filterwarnings("ignore", "routed accuracy .* is above", UserWarning)
-            figures |= summarize(matrix, counts, known, routing)
+            known, routing = (np.array(stages[-1][name], dtype=float) for name in ("task_known", "routing"))
+            figures |= metrics.summarize(matrix, counts, known, routing)
         if "entropy" in stages[-1]:  # earlier versions did not measure it
-            figures["entropy_accuracy"] = last_accuracy(np.array([stages[-1]["entropy"]], dtype=float), counts)
-        figures["task_known_forgetting"] = forgetting(_matrix(stages, "task_known"))
+            figures["entropy_accuracy"] = metrics.last_accuracy(np.array([stages[-1]["entropy"]], dtype=float), counts)
+        figures["task_known_forgetting"] = metrics.forgetting(_matrix(stages, "task_known"))
     if last is not None and tuner.router != trainer.args.make_router():
         # Earlier stages were measured with another router and cannot be compared with this one.
-        unknown = [[None] * len(records)] * (len(records) - 1)
-        figures["accuracy_matrix"] = [*unknown, last["accuracy"]]
-        figures = {name: value for name, value in figures.items() if name not in COMPARING_STAGES}
+        figures["accuracy_matrix"] = [*([[None] * len(records)] * (len(records) - 1)), last["accuracy"]]
+        figures = {name: value for name, value in figures.items() if name not in metrics.COMPARING_STAGES}
     return figures
 
 
@@ -189,18 +210,5 @@ def _matrix(stages: list[dict[str, Any]], name: str) -> Floats:
     """What each stage measured of each task, (stages, tasks); NaN where it did not."""
     matrix = np.full((len(stages), len(stages)), np.nan)
     for row, stage in zip(matrix, stages, strict=True):
-        row[: len(stage[name])] = [np.nan if value is None else value for value in stage[name]]
+        row[: len(stage[name])] = np.array(stage[name], dtype=float)
     return matrix
-
-
-def save_plots(trainer: Any) -> list[Path]:
-    features, stream, files = trainer.task_features, trainer.stream, []
-    tests = features.tests(trainer.tuner.experts)
-    images = {t.name: features.images(t, "test")[stream.image_column] for t in stream if t.name in tests}
-    if trainer.is_world_process_zero():
-        for name, figure in visualization.of_a_run(trainer.results(), trainer.model, tests, images):
-            files.append(trainer.folder.save_figure(name, figure))
-            for callback in trainer.callback_handler.callbacks:
-                if getattr(callback, "tb_writer", None) is not None:
-                    callback.tb_writer.add_figure(f"plots/{name}", figure, trainer.state.global_step)
-    return files

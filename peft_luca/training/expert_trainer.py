@@ -213,8 +213,7 @@ class ExpertTrainer(PublishingTrainer):
             self.data_collator = plain
             return loader
         processes = self.accelerator.num_processes
-        batch_size = self._train_batch_size * processes
-        seed = args.seed if args.data_seed is None else args.data_seed
+        batch_size, seed = self._train_batch_size * processes, args.seed if args.data_seed is None else args.data_seed
         batches = EpochBatches(dataset, batch_size, seed, args.process_index, processes, args.dataloader_drop_last)
         if not len(batches):
             images = f"expert {self.expert!r} has {len(dataset)} images, fewer than a batch of {batch_size}"
@@ -282,11 +281,11 @@ class ExpertTrainer(PublishingTrainer):
             return super().create_scheduler(num_training_steps, optimizer)
         per_epoch = math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
         epochs = math.ceil(num_training_steps / per_epoch)
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer or self.optimizer,
-            # the authors' code steps it after each epoch
-            lambda step: 0.5 * (1.0 + math.cos(math.pi * (step // per_epoch) / epochs)),
-        )
+
+        def factor(step: int) -> float:
+            return 0.5 * (1.0 + math.cos(math.pi * (step // per_epoch) / epochs))  # as the authors' code has it
+
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -295,8 +294,9 @@ class ExpertTrainer(PublishingTrainer):
             steps = self._loss_parts.pop("steps")
             for part, loss in self._loss_parts.items():
                 logs[part] = float(self.accelerator.reduce(loss, "mean")) / steps
-            logs[f"{self.expert}/loss"] = logs["loss"]  # a curve for each task, beside the one of the run
             self._loss_parts.clear()
+        shown = ("loss", "eval_loss", "eval_accuracy")  # a curve for each task, beside the one of the run
+        logs |= {f"{self.expert}/{name}": logs[name] for name in shown if name in logs}
         self.state.global_step += self.earlier_steps
         super().log(logs, start_time)
         self.state.global_step -= self.earlier_steps

@@ -1,11 +1,12 @@
 """The figures that are computed from one accuracy matrix.
 
-`matrix[i, j]` is the accuracy on task j's test images after stage i, routed over all classes seen by then, as a
-fraction; NaN where it was not measured (before task j was learned, after its expert was deleted, or if the task has no
-test images). `counts[j]` is the number of task j's test images.
+`matrix[i, j]`, of shape `(stages, tasks)`, is the accuracy on task j's test images after stage i, routed over all
+classes seen by then, as a fraction; NaN where it was not measured (before task j was learned, after its expert was
+deleted, or if the task has no test images). `counts[j]`, of shape `(tasks,)`, is the number of task j's test images.
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import evaluate
@@ -24,44 +25,42 @@ _REQUIRED = ("predictions", "references", "task", "stage")
 _OPTIONAL = ("experts", "task_known_predictions")
 _NOT_GIVEN = -1  # stands in an optional column that was left out
 # Figures that compare stages, all of which have to be measured with the same router.
-COMPARING_STAGES = (
-    "average_accuracy", "forgetting", "backward_transfer", "stage_accuracies", "stage_forgetting",
-    "task_known_forgetting",
-)  # fmt: skip
+COMPARING_STAGES = "average_accuracy forgetting backward_transfer stage_accuracies stage_forgetting".split()
+COMPARING_STAGES += ["task_known_forgetting"]
 
 Record = dict[str, Any]  # a learned task, as in results.json
-Measured = dict[str, list[float | None]]  # "accuracy", "routing", "task_known" and "entropy" of each learned task
+MEASURED = ("accuracy", "routing", "task_known", "entropy")
+Measured = dict[str, list[float | None]]  # these of each learned task, `None` where not measured
+
+
+def accuracy_matrix(records: Sequence[Record]) -> list[list[float | None]]:
+    """Stages × tasks, of what the records hold."""
+    rows = [record.get("accuracy", []) for record in records]
+    return [[*row, *[None] * (len(rows) - len(row))] for row in rows]
 
 
 def stage_accuracies(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> Floats:
-    """A_1 ... A_B: at each stage, the share of right answers among the test images of all tasks seen by then.
-
-    Args:
-        matrix (`np.ndarray` of shape `(stages, tasks)`): Accuracies, NaN where not measured.
-        counts (`np.ndarray` of shape `(tasks,)`): Test images per task. Tasks without any are ignored.
-
-    Returns:
-        `np.ndarray` of shape `(stages,)`: NaN for a stage at which no test image was seen.
-    """
+    """A_1 ... A_B: at each stage, the share of right answers among the test images of all tasks seen by then,
+    `(stages,)`; NaN for a stage at which no test image was seen. Tasks without test images are ignored."""
     measured, images = _checked(matrix, counts)
     weights = np.where(np.isnan(measured), 0.0, images)  # (stages, tasks)
-    return _share((weights * np.nan_to_num(measured)).sum(axis=1), weights.sum(axis=1))
+    return share((weights * np.nan_to_num(measured)).sum(axis=1), weights.sum(axis=1))
 
 
 def average_accuracy(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> float:
-    """Ā, average incremental accuracy: the mean of the stage accuracies. Shapes as in [`stage_accuracies`]."""
+    """Ā, average incremental accuracy: the mean of the stage accuracies."""
     stages = stage_accuracies(matrix, counts)
     return float("nan") if np.isnan(stages).all() else float(np.nanmean(stages))
 
 
 def last_accuracy(matrix: npt.ArrayLike, counts: npt.ArrayLike) -> float:
-    """A_B: the accuracy after the last stage. Shapes as in [`stage_accuracies`]."""
+    """A_B: the accuracy after the last stage."""
     return float(stage_accuracies(matrix, counts)[-1])
 
 
 def forgetting(matrix: npt.ArrayLike) -> float:
     """Mean over tasks of (best accuracy at an earlier stage - accuracy at the last stage), in [-1, 1]; 0.0 if no task
-    was measured at both. Positive means forgotten. (Chaudhry et al., 2018.) Shapes as in [`stage_accuracies`]."""
+    was measured at both. Positive means forgotten. (Chaudhry et al., 2018.)"""
     return _stage_forgetting(_checked(matrix)[0])[-1]
 
 
@@ -82,20 +81,9 @@ def summarize(
 ) -> dict[str, Any]:
     """All figures, under the names they have in `results.json`.
 
-    Args:
-        matrix, counts: See [`stage_accuracies`].
-        task_known (`np.ndarray` of shape `(tasks,)`, *optional*):
-            After the last stage, each task's accuracy when the task's own expert answers, NaN where not measured.
-        routing (`np.ndarray` of shape `(tasks,)`, *optional*):
-            After the last stage, the share of each task's images for which the router chose the task's own expert.
-
-    Returns:
-        `dict`: `average_accuracy`, `last_accuracy`, `forgetting`, `backward_transfer`, `routing_accuracy` and
-        `task_known_accuracy` (`float`); `stage_accuracies` and `per_task_accuracy` (after the last stage; `list`).
-        What was not measured is `None`, so that the result is valid JSON.
-
-    Warns:
-        `UserWarning`: If the routed accuracy is above the accuracy with the task known.
+    `task_known` and `routing`, of shape `(tasks,)`, were measured after the last stage: each task's accuracy when its
+    own expert answers, and the share of its images for which the router chose that expert. What was not measured is
+    `None`, so that the result is valid JSON. Warns if the routed accuracy is above the accuracy with the task known.
     """
     measured, images = _checked(matrix, counts)
     measured = np.where(images > 0, measured, np.nan)
@@ -161,13 +149,12 @@ class ContinualAccuracy(evaluate.Metric):
         batch = {"predictions": predictions, "references": references, **kwargs}
         if missing := [name for name in _REQUIRED if batch.get(name) is None]:
             raise ValueError(f"{missing[0]} is missing; every row needs {', '.join(_REQUIRED)}.")
-        rows = {name: np.asarray(column) for name, column in batch.items() if column is not None}
+        size, rows = len(predictions), {name: np.asarray(data) for name, data in batch.items() if data is not None}
         for name, column in rows.items():
-            if column.shape != (rows["predictions"].size,) or column.dtype.kind not in "iu":
-                needed = f"{rows['predictions'].size} ints, one per prediction"
-                found = f"{column.dtype} of shape {column.shape}"
-                raise ValueError(f"{name} must be {needed}, got {found}; for logits pass logits.argmax(-1)")
-        left_out = {name: np.full(rows["predictions"].size, _NOT_GIVEN) for name in _OPTIONAL}
+            if column.shape != (size,) or column.dtype.kind not in "iu":
+                found = f"{size} ints, one per prediction, got {column.dtype} of shape {column.shape}"
+                raise ValueError(f"{name} must be {found}; for logits pass logits.argmax(-1)")
+        left_out = {name: np.full(size, _NOT_GIVEN) for name in _OPTIONAL}
         super().add_batch(**{**left_out, **rows})  # evaluate has no optional columns
 
     def add(self, *, prediction: Any = None, reference: Any = None, **kwargs: Any) -> None:
@@ -194,24 +181,16 @@ class ContinualAccuracy(evaluate.Metric):
         for i, j in np.argwhere((images > 0) & (images != counts)):
             found = f"task {j} has {images[i, j]:.0f} test images at stage {i} but {counts[j]:.0f} at another"
             raise ValueError(f"{found}; every stage must measure all of a task's test images")
-        last = stage == stage.max()
-
-        def per_task(name: str, expected: Any) -> Floats | None:
-            """Share of rows of the last stage where a column is as expected, (tasks,); `None` if left out."""
-            column = columns[name][last]
-            if (column == _NOT_GIVEN).all():
-                return None
-            if missing := (column == _NOT_GIVEN).sum():
-                raise ValueError(
-                    f"{name} is given for {len(column) - missing} of {len(column)} rows of the last stage."
-                )
-            return _share(np.bincount(task[last], column == expected[last], len(counts)), images[-1])
-
-        known, routing = per_task("task_known_predictions", columns["references"]), per_task("experts", task)
-        per_task_figures = {"per_task_known_accuracy": known, "per_task_routing_accuracy": routing}
-        return summarize(_share(correct, images), counts, task_known=known, routing=routing) | {
-            name: None if values is None else list(map(or_none, values)) for name, values in per_task_figures.items()
-        }
+        last, shares = stage == stage.max(), []  # of rows that are as expected, (tasks,); None if left out
+        for name, expected in (("task_known_predictions", columns["references"]), ("experts", task)):
+            given = columns[name][last] != _NOT_GIVEN
+            if given.any() and not given.all():
+                raise ValueError(f"{name} is given for {given.sum()} of {given.size} rows of the last stage.")
+            right = np.bincount(task[last], (columns[name] == expected)[last], len(counts))
+            shares.append(share(right, images[-1]) if given.any() else None)
+        per_task = [None if share is None else list(map(or_none, share)) for share in shares]
+        names = "per_task_known_accuracy", "per_task_routing_accuracy"
+        return summarize(share(correct, images), counts, *shares) | dict(zip(names, per_task, strict=True))
 
 
 def _checked(matrix: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> tuple[Floats, Floats]:
@@ -241,15 +220,13 @@ def _mean_of_measured(changes: Floats) -> float:
 
 def _last_stage_mean(argument: str, values: npt.ArrayLike | None, measured: Floats, images: Floats) -> float | None:
     """Image-weighted mean of per-task values, over the tasks that the last stage measured."""
-    if values is None:
-        return None
-    per_task = np.asarray(values, dtype=np.float64)
+    per_task = np.asarray(np.full(images.shape, np.nan) if values is None else values, dtype=np.float64)
     if per_task.shape != images.shape:
         raise ValueError(f"{argument} must have one value for each of {len(images)} tasks, got shape {per_task.shape}")
     return or_none(last_accuracy(np.where(np.isnan(measured[-1]), np.nan, per_task)[None], images))
 
 
-def _share(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> Floats:
+def share(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> Floats:
     """part / whole, NaN where there is no whole."""
     return np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=whole > 0)
 
@@ -260,9 +237,9 @@ def or_none(value: float) -> float | None:
 
 def task_line(tasks: int, figures: dict[str, Any], classes: int) -> str:
     """The line that is printed after a task."""
-    done, record = len(figures["tasks"]), figures["tasks"][-1]
+    record = figures["tasks"][-1]
     names = ", ".join(record["classes"][:4]) + (", …" if len(record["classes"]) > 4 else "")
-    line = f"task {done}/{tasks} {record['name']} ({names}), {record['seconds']:.1f} s"
+    line = f"task {len(figures['tasks'])}/{tasks} {record['name']} ({names}), {record['seconds']:.1f} s"
     if figures.get("last_accuracy") is None:
         return f"{line}: no test images"
     accuracy = f"{figures['last_accuracy']:.3f} over {pluralize(classes, 'class')}"

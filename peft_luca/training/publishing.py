@@ -49,6 +49,11 @@ class PublishingTrainer(Trainer):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(ExpertProgressCallback)
 
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a search over one task makes an [`ExpertTrainer`] for each trial (see the training page)."""
+        reason = "a trial needs an expert of its own, whose reduction and scale are of LucaConfig"
+        raise ValueError(f"hyperparameter_search cannot be used: {reason}. Make a model and an ExpertTrainer in each.")
+
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",
@@ -106,9 +111,6 @@ def _card_facts(*args: Any, base_model: Any = None, datasets: Any = None, **kwar
     data = {name: given[name] for name in ("language", "tags", "model_name") if given.get(name)}
     if isinstance(data.get("tags"), str):
         data["tags"] = [data["tags"]]
-    return {
-        "license": given.get("license"),
-        "base_model": base_model or given.get("finetuned_from"),
-        "datasets": datasets or given.get("dataset_tags") or given.get("dataset"),
-        "card_data": data or None,
-    }
+    datasets = datasets or given.get("dataset_tags") or given.get("dataset")
+    base_model = base_model or given.get("finetuned_from")
+    return {"license": given.get("license"), "base_model": base_model, "datasets": datasets, "card_data": data or None}

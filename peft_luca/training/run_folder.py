@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -29,12 +30,14 @@ from ..tuner.config import LucaConfig
 from ..tuner.model import tuner_of
 from ..utils import LOCK_NAME, NAME_RULE, atomic_write, explain_write_errors, hold_lock, pluralize, write_json
 from .arguments import CONFIG_RECIPES, RECIPES, ContinualTrainingArguments
-from .metrics import Record
+from .metrics import MEASURED, Record, accuracy_matrix
 
 
 Digests = Callable[[Task], dict[str, str]]  # of a task's train and test images
 
-RESULTS_FORMAT = 1
+RESULTS_FORMAT = 2
+MATRIX_NAME = "matrix.jsonl"
+REPORT_NAME = "report.html"
 JOURNAL_NAME = ".journal.json"
 PLOTS_NAME = "plots"
 # What decides how a run's experts turn out. A run is resumed only with the same values.
@@ -57,8 +60,9 @@ IDENTITY = ("name", "train_images", "test_images", "images", "steps")
 class RunFolder:
     """
     The output folder of a run, and its only writer. `results.json` decides what is true: a task that is in it has been
-    learned, and its expert is whole. A change that takes several writes is first written down in a journal, then done,
-    and finished or undone by [`~RunFolder.recover`] if it was cut off. Of several processes one is the writer.
+    learned, and its expert is whole. What was measured before the last stage is in `matrix.jsonl`, a line a stage. A
+    change that takes several writes is first written down in a journal, then done, and finished or undone by
+    [`~RunFolder.recover`] if it was cut off. Of several processes one is the writer.
     """
 
     def __init__(self, path: str | Path, is_writer: bool = True) -> None:
@@ -114,13 +118,13 @@ class RunFolder:
         Raises:
             ValueError: the folder holds a run of another stream or of other settings, or experts of no run.
         """
-        results = self._read(RESULTS_NAME)
+        results = self.results(known)
         records, found = results.get("tasks") or [], ""
         missing = [{"settings", "tasks"} - set(results), *(RECORD_KEYS - set(record) for record in records)]
         if results.get("format", 0) > RESULTS_FORMAT:
             found = f"has the format {results['format']} of a later version. Update peft_luca, or choose"
         elif results and any(missing):
-            found = f"does not hold the results of a run: there is no {min(set().union(*missing))!r}. Choose"
+            found = f"does not hold the results of a run: there is no {min(next(filter(None, missing)))!r}. Choose"
         if found:
             raise ValueError(f"{self.path / RESULTS_NAME} {found} another output_dir.")
         learned = {record["name"] for record in records}
@@ -139,6 +143,33 @@ class RunFolder:
             raise ValueError(f"{self.path} holds a run with other settings ({changes}). Choose another output_dir.")
         self._check_stream(records[len(known) :], stream, digests)
         return records
+
+    def results(self, known: Sequence[Record] = ()) -> dict[str, Any]:
+        """What `results.json` holds, and what the stages measured, which is not read again for `known` records."""
+        results, path = self._read(RESULTS_NAME), self.path / MATRIX_NAME
+        records = results["tasks"] if {"settings", "tasks"} <= set(results) else []
+        size = results.pop("matrix_bytes", 0) if records else 0
+        stages = [_stage(record) for record in known[: len(records)][:-1]]
+        try:
+            stages += map(json.loads, path.read_bytes()[:size].splitlines()[len(stages) :] if size else ())
+            for record, stage in zip(records[:-1] if size else (), stages, strict=bool(size)):
+                record.update(stage)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}. Restore it, or choose another output_dir.") from error
+        return results | ({"accuracy_matrix": accuracy_matrix(records)} if records else {})
+
+    def _write(self, results: dict[str, Any]) -> None:
+        there, tasks = self._read(RESULTS_NAME), results["tasks"]
+        size = there.get("matrix_bytes", 0)
+        new = tasks[len(there["tasks"]) - 1 if size else 0 : -1]
+        with open(self.path / MATRIX_NAME, "ab") as file:
+            file.truncate(size)  # a killed process may have left more
+            size += file.write("".join(f"{json.dumps(_stage(record))}\n" for record in new).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        short = [{key: value for key, value in record.items() if key not in MEASURED} for record in tasks[:-1]]
+        kept = {name: value for name, value in results.items() if name != "accuracy_matrix"}
+        write_json(self.path / RESULTS_NAME, kept | {"tasks": [*short, *tasks[-1:]], "matrix_bytes": size})
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.path / name
@@ -179,7 +210,7 @@ class RunFolder:
         """Writes what is true after a change, which is done then."""
         if self.is_writer:
             with explain_write_errors(self.path / RESULTS_NAME):
-                write_json(self.path / RESULTS_NAME, results)
+                self._write(results)
             with suppress(OSError):  # the next start finds nothing left to do
                 (self.path / JOURNAL_NAME).unlink(missing_ok=True)
 
@@ -194,21 +225,19 @@ class RunFolder:
                 save_experts(model, self.path)
                 processing_class.save_pretrained(self.path)
                 if results is not None:
-                    write_json(self.path / RESULTS_NAME, results)
+                    self._write(results)
 
-    def save_figure(self, name: str, figure: Any) -> Path:
-        """Saves a matplotlib figure among the plots."""
-        path = self.path / PLOTS_NAME / f"{name}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary:
-            figure.savefig(temporary, dpi=120, format="png")
+    def save_file(self, name: str, content: bytes) -> Path:
+        """Saves a picture or a report."""
+        path = self.path / name
+        with explain_write_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as temporary:
+                temporary.write_bytes(content)
         return path
 
     def _carry_out(self) -> None:
-        """
-        Does what is left of the change in the journal. An expert whose task is not in the results is half-saved. A
-        deletion stays in the journal until the others have been measured.
-        """
+        """Does what is left of the change in the journal, where a deletion stays until the others are measured."""
         change, results = self._read(JOURNAL_NAME), self._read(RESULTS_NAME)
         if not change:
             return
@@ -234,7 +263,8 @@ class RunFolder:
 
     def _remove_derived(self, names: set[str]) -> None:
         """Removes the plots, and what else was made of the run and names an expert or a class that is to go."""
-        for path in (self.path / CARD_NAME, self.path / TRAINER_STATE_NAME, *(self.path / PLOTS_NAME).glob("*.png")):
+        texts = (self.path / name for name in (CARD_NAME, TRAINER_STATE_NAME, REPORT_NAME))
+        for path in (*texts, *(self.path / PLOTS_NAME).glob("*.png")):
             text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
             if path.suffix == ".png" or any(name in text.replace("\\", "") for name in names):  # Markdown escapes '_'
                 path.unlink()
@@ -266,18 +296,13 @@ def changed_settings(saved: dict[str, Any], settings: dict[str, Any]) -> str:
     one that this version does not have is not compared. With another router what was measured is measured again.
     """
     recipe = saved.get("recipe", "own")
-    of_args, of_config = (
-        {f.name: f.default for f in fields(kind)} for kind in (ContinualTrainingArguments, LucaConfig)
-    )
-    config = of_config | CONFIG_RECIPES.get(recipe, {})
-    then = of_args | RECIPES.get(recipe, {}) | {"luca_config": config, "processor": settings["processor"]}
+    args, config = ({f.name: f.default for f in fields(kind)} for kind in (ContinualTrainingArguments, LucaConfig))
+    config |= CONFIG_RECIPES.get(recipe, {})
+    then = args | RECIPES.get(recipe, {}) | {"luca_config": config, "processor": settings["processor"]}
     then = _flat(then) | _flat(saved)
     free = ("router", *(PARTS_OF_A_BATCH if "images_per_step" in saved else ["images_per_step"]))
-    return ", ".join(
-        f"{name}: {then.get(name)!r} there, {now!r} now"
-        for name, now in _flat(settings).items()
-        if name not in free and then.get(name) != now
-    )
+    changed = [(name, now) for name, now in _flat(settings).items() if name not in free and then.get(name) != now]
+    return ", ".join(f"{name}: {then.get(name)!r} there, {now!r} now" for name, now in changed)
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
@@ -293,3 +318,8 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _identities(records: Sequence[Record]) -> list[list[Any]]:
     return [[record.get(key) for key in IDENTITY] for record in records]
+
+
+def _stage(record: Record) -> dict[str, Any]:
+    """What was measured when a task had been learned."""
+    return {name: record[name] for name in MEASURED if name in record}

@@ -75,7 +75,7 @@ def live(folder, hub_url, shared):
     if not is_late:
         run.train_task(late, "late")
     if "task_1" in run.tuner.experts:
-        run.delete_adapter("task_1")
+        run.delete_adapter("task_1", features=True)
     run.evaluate()
     run.save_plots()
     run.push_to_hub()
@@ -90,7 +90,7 @@ def ending(folder, pushed):
     digest = hashlib.sha256(json.dumps(results).encode())
     for path in sorted(folder.rglob("*")):
         digest.update(str(path.relative_to(folder)).encode())
-        if path.suffix in (".safetensors", ".arrow") or path.name in ("experts.json", "adapter_config.json"):
+        if path.suffix in (".safetensors", ".arrow", ".jsonl") or path.name in ("experts.json", "adapter_config.json"):
             digest.update(path.read_bytes())
     for name, content in sorted(pushed.items()):
         digest.update(name.encode() + (b"" if name == "results.json" else content))

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import warnings
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import ClassVar
@@ -163,6 +164,34 @@ def test_logs_of_all_tasks_stay_and_their_steps_run_on(learned):
         assert learned.events.steps_with(f"task_{t}/loss") == list(range(6 * t + 1, 6 * t + 7))
     history = [entry for entry in learned.state.log_history if "loss" in entry]
     assert [(entry["step"], entry["task"]) for entry in history] == [(i + 1, f"task_{i // 6}") for i in range(18)]
+
+
+def test_dashboards_get_losses_and_accuracies_by_the_names_of_the_tasks(out, cache):
+    events = Events()
+    trainer = make_trainer(out, callbacks=[events], report_to=["tensorboard"], eval_strategy="epoch", **cache)
+    trainer.train()
+    matrix = trainer.results()["accuracy_matrix"]
+    for t in range(3):
+        curve = [logs[f"task_{t}/accuracy"] for _, logs in events.logs if f"task_{t}/accuracy" in logs]
+        assert curve == [row[t] for row in matrix[t:]]
+        assert len(events.steps_with(f"task_{t}/eval_accuracy")) == 3
+    assert not any("task_0/accuracy" in entry for entry in trainer.state.log_history)  # which would grow with T²
+    board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (folder,) = {path.parent for path in out.parent.rglob("events.out.tfevents*")}
+    accumulator = board.EventAccumulator(str(folder)).Reload()
+    assert len(accumulator.Scalars("train/task_0/accuracy")) == 3
+
+
+def test_a_search_of_hyperparameters_is_refused_with_what_to_do(learned):
+    with pytest.raises(ValueError, match=r"hyperparameter_search cannot be used: .* an ExpertTrainer in each"):
+        learned.hyperparameter_search(n_trials=2)
+
+
+def test_a_run_warns_of_nothing_that_its_user_cannot_mend(out, cache):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(out, **cache).train()
+    assert [str(warning.message) for warning in caught] == []
 
 
 def test_a_line_for_each_task(learned):

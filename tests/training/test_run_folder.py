@@ -40,7 +40,7 @@ from transformers import TrainerCallback
 from peft_luca import LucaConfig, TaskStream, load_experts, save_expert, save_experts
 from peft_luca import utils as package_utils
 from peft_luca.data import feature_cache
-from peft_luca.training.run_folder import JOURNAL_NAME
+from peft_luca.training.run_folder import JOURNAL_NAME, MATRIX_NAME, RunFolder
 from peft_luca.utils import LOCK_NAME
 
 
@@ -216,13 +216,17 @@ def test_a_setting_that_an_older_version_lacked_is_compared_with_its_default(cop
     [
         (lambda results: results.update(format=99), "has the format 99 of a later version.* Update peft_luca"),
         (
-            lambda results: results["tasks"][0].pop("task_known"),
+            lambda results: results["tasks"][-1].pop("task_known"),
             "not hold the results of a run: there is no 'task_known'",
         ),
         (lambda results: results.pop("settings"), "not hold the results of a run: there is no 'settings'"),
+        (
+            lambda results: [results.clear(), results.update(tasks={"mmlu": {"acc": 0.5}})],
+            "not hold the results of a run",
+        ),
         (None, "cannot be read: Expecting"),
     ],
-    ids=["format", "record", "settings", "damaged"],
+    ids=["format", "record", "settings", "another program's", "damaged"],
 )
 def test_results_of_no_run_are_refused(copy, cache, change, message):
     results = read_json(copy / "results.json")
@@ -232,6 +236,68 @@ def test_results_of_no_run_are_refused(copy, cache, change, message):
     (copy / "results.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         make_trainer(copy, **cache).train()
+
+
+# --- what the stages measured, beside a short results.json ---
+
+
+def test_results_are_those_of_the_trainer_and_each_stage_but_the_last_is_a_line(whole):
+    folder = whole.folder.path
+    assert RunFolder(folder).results() == whole.results()
+    lines = [json.loads(line) for line in (folder / MATRIX_NAME).read_text().splitlines()]
+    assert [line["accuracy"] for line in lines] == [task["accuracy"] for task in whole.results()["tasks"][:-1]]
+    short = read_json(folder / "results.json")
+    assert "accuracy_matrix" not in short
+    assert ["accuracy" in task for task in short["tasks"]] == [False, False, True]
+
+
+def as_format_1(folder):
+    """The folder as version 0.1 wrote it."""
+    results = RunFolder(folder).results()
+    (folder / "results.json").write_text(json.dumps(results | {"format": 1}), encoding="utf-8")
+    (folder / MATRIX_NAME).unlink()
+
+
+def test_a_folder_of_an_earlier_version_is_resumed_and_brought_up_to_date(out, cache):
+    trainer = make_trainer(out, make_stream(FOUR, names=FOUR), **cache)
+    trainer.train()
+    before = trainer.results()
+    as_format_1(out)
+    later = make_trainer(out, make_stream(FOUR, names=FOUR), **cache)
+    later.train_task(make_splits(NAMES[4:]), "new")
+    assert RunFolder(out).results()["tasks"][:2] == before["tasks"]
+    assert read_json(out / "results.json")["format"] == 2
+    assert len((out / MATRIX_NAME).read_text().splitlines()) == 2
+
+
+def test_a_task_is_deleted_from_a_folder_of_an_earlier_version(copy, whole, cache):
+    as_format_1(copy)
+    trainer = make_trainer(copy, **cache)
+    trainer.delete_adapter("task_1")
+    found = RunFolder(copy).results()
+    assert found["tasks"][0] == whole.results()["tasks"][0]
+    assert shape(found["accuracy_matrix"]) == [[True, False, False], [True, True, False], [True, False, True]]
+    assert found == trainer.results() == make_resumed(copy, cache).results()
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_text("{}\n")])
+def test_a_matrix_that_is_gone_or_cut_off_is_refused(copy, cache, spoil):
+    spoil(copy / MATRIX_NAME)
+    with pytest.raises(ValueError, match=r"matrix\.jsonl cannot be read: .* Restore it, or choose another output_dir"):
+        make_trainer(copy, **cache).train()
+
+
+def test_a_stage_that_is_measured_again_after_an_idle_trainers_is_taken_up(out, cache):
+    """Another trainer deletes and learns: of what the idle one has in memory, the last stage is not true any more."""
+    idle, other = (make_trainer(out, **cache) for _ in range(2))
+    for task in list(idle.stream)[:2]:
+        idle.train_task(task)
+    other.train_task(other.stream[2])
+    other.delete_adapter("task_0")
+    other.train_task(make_splits(NAMES[:2], seed=9), "late")
+    idle.stream.append(make_splits(NAMES[:2], seed=9), "late")
+    idle.train()
+    assert idle.results() == other.results() == RunFolder(out).results()
 
 
 # --- a stream that grows ---
@@ -246,7 +312,7 @@ def test_a_month_later(out, cache):
     later.train_task(make_splits(NAMES[:2], seed=77), "again")
     assert list(later.tuner.experts) == ["task_0", "task_1", "new", "again"]
     assert later.tuner.classes == NAMES
-    results = read_json(out / "results.json")
+    results = RunFolder(out).results()
     assert [task["name"] for task in results["tasks"]] == ["task_0", "task_1", "new", "again"]
     assert shape(results["accuracy_matrix"]) == [[j <= i for j in range(4)] for i in range(4)]
     assert results["last_accuracy"] == pytest.approx(later.evaluate()["eval_last_accuracy"])
@@ -288,7 +354,7 @@ def test_another_task_under_the_name_of_one_that_failed_learns_from_its_own_imag
 def test_a_deleted_expert_was_never_there_and_stays_away(copy, tmp_path, cache):
     trainer = make_trainer(copy, **cache)
     trainer.delete_adapter("task_1")
-    results = read_json(copy / "results.json")
+    results = RunFolder(copy).results()
     assert shape(results["accuracy_matrix"]) == [[True, False, False], [True, True, False], [True, False, True]]
     assert [task.get("deleted", False) for task in results["tasks"]] == [False, True, False]
     assert [expert["name"] for expert in read_json(copy / "experts.json")["experts"]] == ["task_0", "task_2"]
@@ -309,7 +375,7 @@ def test_a_deleted_expert_was_never_there_and_stays_away(copy, tmp_path, cache):
     with pytest.raises(ValueError, match="'task_1' was learned and its expert deleted"):
         back.train_task(back.stream[1])
     back.train_task(make_splits(NAMES[2:4]), "once_more")
-    assert shape(read_json(copy / "results.json")["accuracy_matrix"])[-1] == [True, False, True, True]
+    assert shape(RunFolder(copy).results()["accuracy_matrix"])[-1] == [True, False, True, True]
 
 
 def test_a_run_resumes_without_the_images_of_a_deleted_task(out, cache):
@@ -355,6 +421,27 @@ def test_a_deleted_task_is_in_no_file_of_the_folder(out, cache):
     rows = [line.split(" | ")[0] for line in card.splitlines() if line.startswith("| task_")]
     assert rows == ["| task_0", "| task_2"] * 2  # experts, and their figures
     assert not any(name in card for name in ("task_1", *NAMES[2:4]))
+
+
+def test_the_cls_of_a_deleted_task_are_deleted_on_request_unless_another_task_uses_them(out, tmp_path):
+    cache = {"features_cache_dir": str(tmp_path / "features"), "num_train_epochs": 1, "augmented_views": 2}
+    same = make_splits(NAMES[:2])
+    tasks = {
+        "a": same,
+        "b": make_splits(NAMES[2:4]),
+        "c": DatasetDict(train=make_images(NAMES[:2], seed=5), test=same["test"]),
+    }
+    trainer = make_trainer(out, TaskStream.from_tasks(tasks), **cache)
+    trainer.train()
+    whole = files_in(tmp_path / "features")
+    assert len(whole) == 3 * 3 + 2  # two views and the plain train images of each, and two kinds of test images
+    trainer.delete_adapter("b", features=True)
+    left = files_in(tmp_path / "features")
+    assert len(left) == len(whole) - 4
+    trainer.delete_adapter("a", features=True)
+    assert len(files_in(tmp_path / "features")) == len(left) - 3  # the test images are c's too
+    trainer.evaluate()
+    assert len(files_in(tmp_path / "features")) == len(left) - 3
 
 
 def test_an_expert_that_was_deleted_from_the_model_is_deleted_in_the_folder(copy, cache):
@@ -540,10 +627,19 @@ def delete(trainer):
     trainer.delete_adapter("task_1")
 
 
-VERBS = {"learn": (0, lambda trainer: trainer.train()), "grow": (2, grow), "delete": (2, delete)}
+def forget(trainer):
+    trainer.delete_adapter("task_1", features=True)
+
+
+VERBS = {
+    "learn": (0, lambda trainer: trainer.train()),
+    "grow": (2, grow),
+    "delete": (2, delete),
+    "forget": (2, forget),
+}
 # Learning and growing take a hundred runs.
 every_verb = pytest.mark.parametrize(
-    "verb", [pytest.param(verb, marks=() if verb == "delete" else pytest.mark.slow) for verb in VERBS]
+    "verb", [pytest.param(verb, marks=pytest.mark.slow if verb in ("learn", "grow") else ()) for verb in VERBS]
 )
 
 
@@ -555,7 +651,8 @@ def disturbed_runs(verb, error, tmp_path, cache, monkeypatch):
     tasks, act = VERBS[verb]
 
     def begin(name):
-        return make_trainer(tmp_path / name / "out", make_stream(FOUR, names=FOUR), **cache)
+        own = {"features_cache_dir": str(tmp_path / name / "cache")} if verb == "forget" else {}
+        return make_trainer(tmp_path / name / "out", make_stream(FOUR, names=FOUR), **{**cache, **own})
 
     start = begin("start")
     for task in list(start.stream)[:tasks]:
@@ -567,6 +664,8 @@ def disturbed_runs(verb, error, tmp_path, cache, monkeypatch):
     def check(trainer):
         assert outcome(trainer.folder.path) == outcome(whole.folder.path)
         assert_same_experts(experts_of(trainer), experts_of(whole))
+        if verb == "forget":
+            assert files_in(trainer.folder.path.parent / "cache") == files_in(tmp_path / "whole" / "cache")
 
     for at in itertools.count(1):
         shutil.copytree(tmp_path / "start", tmp_path / str(at))
@@ -590,11 +689,11 @@ def test_a_change_that_is_killed_at_any_write_is_finished_by_the_next_start(tmp_
     for trainer, _, begin, check in disturbed_runs(verb, Killed, tmp_path, cache, monkeypatch):
         is_begun = (trainer.folder.path / JOURNAL_NAME).exists()
         again = begin()
-        if verb == "delete":
+        if verb in ("delete", "forget"):
             again.train()
             if "task_1" in again.tuner.experts:
                 assert not is_begun
-                again.delete_adapter("task_1")
+                VERBS[verb][1](again)
         else:
             VERBS[verb][1](again)
         check(again)
@@ -603,7 +702,7 @@ def test_a_change_that_is_killed_at_any_write_is_finished_by_the_next_start(tmp_
 def test_a_deletion_that_cannot_be_measured_is_finished_by_a_retry(copy, cache, monkeypatch):
     trainer, restarted = make_trainer(copy, **cache), make_trainer(copy, **cache)
     trainer.train()
-    before = {**read_json(copy / "results.json")}
+    before = RunFolder(copy).results()
 
     def unreadable(*args):
         raise ValueError("the image in row 0 cannot be read")
@@ -617,7 +716,7 @@ def test_a_deletion_that_cannot_be_measured_is_finished_by_a_retry(copy, cache, 
             assert "task_1" not in [expert["name"] for expert in read_json(copy / "experts.json")["experts"]]
     trainer.delete_adapter("task_1")
     assert not (copy / JOURNAL_NAME).exists()
-    results = read_json(copy / "results.json")
+    results = RunFolder(copy).results()
     assert shape(results["accuracy_matrix"]) == [[True, False, False], [True, True, False], [True, False, True]]
     assert results["accuracy_matrix"] != before["accuracy_matrix"]
     restarted.train()
