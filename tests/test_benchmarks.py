@@ -342,7 +342,7 @@ def test_a_stream_of_your_own_is_in_the_tables_and_a_page_is_filled_between_its_
     for stream, name in (("digits", "mine"), ("emoji_14x4", "emoji_14x4")):
         shutil.copytree(RESULTS / stream, tmp_path / name)
     tables = report.streams(tmp_path)
-    assert tables.count("| A_B | `emoji_14x4` | `mine` |") == 1
+    assert tables.count("| last accuracy A_B | `emoji_14x4` | `mine` |") == 1
     begin, end = "<!-- streams, made by examples/benchmarks/report.py -->\n", "<!-- end of the streams -->\n"
     page = f"# Results\n{begin}old\n{end}The end.\n"
     assert report.filled(page, tmp_path) == f"# Results\n{begin}\n{tables}\n{end}The end.\n"
