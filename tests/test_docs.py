@@ -180,7 +180,12 @@ def anchors(path):
 
 
 def test_every_code_block_is_of_a_kind_that_is_checked():
-    assert {kind for page in PAGES for kind in re.findall(r"^```(\S*)", read(page), re.M)} == {"", "python", "bash"}
+    assert {kind for page in PAGES for kind in re.findall(r"^```(\S*)", read(page), re.M)} == {
+        "",
+        "text",
+        "python",
+        "bash",
+    }
 
 
 def test_every_link_leads_to_a_page_and_a_heading():
@@ -228,15 +233,25 @@ def test_every_file_that_a_page_names_exists():
 
 @pytest.mark.slow
 def test_the_site_builds(tmp_path):
-    pytest.importorskip("mkdocs", reason="needs mkdocs-material and mkdocstrings: the extra dev")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    pytest.importorskip("zensical", reason="needs zensical and mkdocstrings: the extra docs")
+    site = tmp_path / "site"
+    run = subprocess.run(
+        [sys.executable, "docs/_site.py", site], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stdout + run.stderr
-    page = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
+    page = (site / "reference" / "index.html").read_text(encoding="utf-8")
     assert [name for name in PUBLIC if f'id="peft_luca.{name}"' not in page] == []
     assert "[`" not in re.sub(r"<code>.*?</code>", "", page)  # every reference in a docstring became a link
-    assert (tmp_path / "SECURITY" / "index.html").is_file()
-    assert (tmp_path / "examples" / "cil.py").is_file()
+    home = (site / "index.html").read_text(encoding="utf-8")
+    assert all(part in home for part in ("pip install", 'src="images/accuracy.png"', 'href="quickstart/"'))
+    assert all((site / name).is_file() for name in ("SECURITY/index.html", "CONTRIBUTING/index.html"))
+    assert all((site / name).is_file() for name in ("examples/cil.py", "data/streams.csv", "search.json"))
+
+
+def test_a_page_has_one_title_which_is_its_name_in_the_menu():
+    for page in PAGES:
+        assert len(re.findall(r"^# ", re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S), re.M)) == 1, page
+    assert set(re.findall(r"^ +- (\S+): ", read("mkdocs.yml").split("nav:")[1], re.M)) == {"Home"}
 
 
 # ---- the paper page -------------------------------------------------------------------------------------------------

@@ -248,7 +248,7 @@ def learning_cost(results: Path) -> str:
 
 def silhouettes(results: Path) -> str:
     panels = read(results / "tsne.json")["panels"].items()
-    return "".join(f"- {name}: {panel['silhouette']:.3f}\n" for name, panel in panels)
+    return ", ".join(f"{name} {panel['silhouette']:.3f}" for name, panel in panels) + ".\n"
 
 
 def growth(results: Path) -> str:
