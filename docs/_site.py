@@ -79,12 +79,23 @@ def build(site: Path) -> int:
     return code
 
 
-class References(griffe.Extension):
-    """Links names in docstrings, written as in Hugging Face libraries: [`LucaModel`], [`~LucaModel.route`]."""
+class Docstrings(griffe.Extension):
+    """Links names in docstrings, written as in Hugging Face libraries, and shows types and defaults plainly."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"\[`~?([\w.]+)`\]", _link, obj.docstring.value)
+            text = re.sub(r"\[`~?([\w.]+)`\]", _link, obj.docstring.value)
+            obj.docstring.value = re.sub(r"^ +[\w, `]+ \([^\n]*?\):", _plain, text, flags=re.M)
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
+        if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) == "_field":
+            attr.value = next(iter(attr.value.arguments))  # the default of a config's field
+
+
+def _plain(found: re.Match[str]) -> str:
+    """``name (`int`, *optional*, defaults to `16`):`` → ``name (int, optional):``; the default is shown beside."""
+    text = re.sub(r", defaults to `[^`]*`\)", ")", found[0])
+    return re.sub(r"[`*]", "", text) if "](" not in text and "][" not in text else text
 
 
 def _link(found: re.Match[str]) -> str:
