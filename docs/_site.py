@@ -74,6 +74,10 @@ def build(site: Path) -> int:
         command = [sys.executable, "-m", "zensical", "build", "--strict"]
         code = subprocess.run(command, cwd=work, check=False).returncode
         if not code:
+            page = work / "site" / "reference" / "index.html"
+            text = page.read_text(encoding="utf-8")  # the default that a docstring names is not shown twice
+            twice = r"(\((?:(?!</li>).)*?defaults to (?:(?!</li>).)*?</code>), default:\s*<code>(?:(?!</li>).)*?\n\)"
+            page.write_text(re.sub(twice, r"\1)", text, flags=re.S), encoding="utf-8")
             shutil.rmtree(site, ignore_errors=True)
             shutil.copytree(work / "site", site)
     return code
@@ -93,9 +97,8 @@ class Docstrings(griffe.Extension):
 
 
 def _plain(found: re.Match[str]) -> str:
-    """``name (`int`, *optional*, defaults to `16`):`` → ``name (int, optional):``; the default is shown beside."""
-    text = re.sub(r", defaults to `[^`]*`\)", ")", found[0])
-    return re.sub(r"[`*]", "", text) if "](" not in text and "][" not in text else text
+    """``name (`int`, *optional*, defaults to `16`):`` → ``name (int, optional, defaults to 16):``."""
+    return found[0] if "](" in found[0] or "][" in found[0] else re.sub(r"[`*]", "", found[0])
 
 
 def _link(found: re.Match[str]) -> str:
