@@ -284,11 +284,13 @@ def test_parameters_are_counted():
     assert counts["LoRA, rank 16, q and v"] == 2 * counts["LoRA, rank 8, q and v"] == 12 * 2 * 2 * 16 * 768
 
 
-def test_tsne_sees_the_images_of_the_last_task(bench):
-    raw, labels, ids = tsne.see(None, bench, 1993)
-    adapted, _, _ = tsne.see(type("Quick", (tsne.AdapterAlone,), QUICK["luca"]), bench, 1993)
+def test_tsne_sees_the_images_of_the_last_task_after_each_step(bench):
+    steps, labels, ids = tsne.see(bench, 1993, quick("luca"))
     assert {ids[k] for k in labels.tolist()} == set(bench.stream(1993)[-1].classes)
-    assert (raw.shape, adapted.shape, len(tsne.place(raw, labels)["points"])) == ((8, 32), (8, 32), 8)
+    assert {name: step.shape for name, step in steps.items()} == dict.fromkeys(steps, (8, 32))
+    assert not any(torch.equal(steps["whitened"], steps[name]) for name in ("standardized", "LuCA"))
+    panel = tsne.place(torch.tensor([[1.0, 0], [1, 0], [0, 1], [0, 2]]).repeat(2, 1), torch.tensor([3, 3, 5, 5] * 2))
+    assert (panel["cosines"], len(panel["points"])) == ([[1, 0], [0, 1]], 8)
 
 
 def test_leaving_an_image_out_equals_fitting_without_it():

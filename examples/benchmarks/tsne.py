@@ -1,7 +1,8 @@
 """
-What a LuCA module does to [CLS]: t-SNE of the test images of a stream's last task, as they leave the backbone, after
-an expert with the adapter alone, and after a LuCA expert. An image is seen by its own task's expert, so that the
-picture says nothing about routing.
+What an expert does to [CLS], step by step: the test images of a stream's last task as they leave the backbone,
+standardized by the reference, whitened, and after LuCA. For each step t-SNE, the silhouette of the classes, mean
+cosines between classes, and over how many directions the images vary. An image is seen by its own task's expert, so that
+nothing here is about routing.
 
     python examples/benchmarks/tsne.py examples/benchmarks/configs/emoji_6x9.json
 """
@@ -29,33 +30,42 @@ class TsneArguments(StreamArguments):
     output: str = field(default=str(RESULTS / "tsne.json"), metadata={"help": "Where the figures go."})
 
 
-class AdapterAlone(Luca):
-    """An expert whose module is the adapter and nothing else."""
-
-    config = {"arrangement": "adapter"}  # noqa: RUF012
-
-
 def place(features: Tensor, labels: Tensor) -> dict[str, Any]:
-    """The images' places by t-SNE, and the silhouette of the classes, by cosine, before it."""
-    unit = torch.nn.functional.normalize(features.double(), dim=1).numpy()
+    """The images' places by t-SNE, and figures of the features before it, all of length 1."""
+    unit = torch.nn.functional.normalize(features.double(), dim=1)
     tsne = TSNE(perplexity=min(30, (len(unit) - 1) // 3), init="pca", random_state=0)
-    silhouette = silhouette_score(unit, labels.numpy(), metric="cosine")
-    return {"silhouette": round(float(silhouette), 3), "points": tsne.fit_transform(unit).round(1).tolist()}
+    silhouette = silhouette_score(unit.numpy(), labels.numpy(), metric="cosine")
+    member = torch.nn.functional.one_hot(labels.unique(return_inverse=True)[1]).double()  # (images, classes)
+    pairs = member.T @ (1 - torch.eye(len(unit), dtype=torch.float64)) @ member  # of two different images
+    cosines = member.T @ (unit @ unit.T).fill_diagonal_(0) @ member / pairs
+    variances = torch.linalg.svdvals(features.double() - features.double().mean(0)).square()
+    return {
+        "silhouette": round(float(silhouette), 3),
+        "directions": round(float(variances.sum() ** 2 / variances.square().sum()), 1),
+        "cosines": [[round(value, 3) for value in row] for row in cosines.tolist()],
+        "points": tsne.fit_transform(unit.numpy()).round(1).tolist(),
+    }
 
 
-def see(method: type[Luca] | None, bench: Bench, seed: int) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """Features of the last task's test images under its expert, their labels, and the classes' names."""
+@torch.no_grad()
+def see(bench: Bench, seed: int, method: type[Luca] = Luca) -> tuple[dict[str, Tensor], Tensor, tuple[str, ...]]:
+    """Features of the last task's test images after each step, their labels, and the classes' names."""
     stream = bench.stream(seed)
     task, ids = list(stream)[-1], stream.classes
     train, test = (bench.part(task, split, ids) for split in ("train", "test"))
-    if method is None:
-        return bench.unit(test.features), test.labels, ids
     learner = method(bench, stream, ids, seed)
-    learner.fit(task, train)
-    with torch.no_grad():
-        features = find_layer(learner.model)[1].luca(test.features.to(bench.device), task.name).cpu()
+    with torch.enable_grad():
+        learner.fit(task, train)
+    layer, z = find_layer(learner.model)[1], test.features.to(bench.device)
+    mean, deviation = layer.luca_reference_mean[task.name], layer.luca_reference_std[task.name]
+    steps = {
+        "[CLS]": z,
+        "standardized": (z - mean) / deviation,
+        "whitened": layer.standardize(z, task.name),
+        "LuCA": layer.luca(z, task.name),
+    }
     learner.close()
-    return features, test.labels, ids
+    return {name: features.cpu() for name, features in steps.items()}, test.labels, ids
 
 
 def parse_arguments(given: list[str]) -> TsneArguments:
@@ -65,10 +75,8 @@ def parse_arguments(given: list[str]) -> TsneArguments:
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     be_quiet()
-    bench, panels = Bench(args), {}
-    for name, method in (("[CLS]", None), ("adapter alone", AdapterAlone), ("LuCA", Luca)):
-        features, labels, ids = see(method, bench, args.seeds[0])
-        panels[name] = place(features, labels)
+    features, labels, ids = see(Bench(args), args.seeds[0])
+    panels = {name: place(step, labels) for name, step in features.items()}
     classes = [ids[label] for label in labels.tolist()]
     write_results(args.output, stream=args.name, seed=args.seeds[0], classes=classes, panels=panels)
 
