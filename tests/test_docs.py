@@ -338,6 +338,20 @@ def test_the_text_about_routers_has_the_figures_of_the_results():
             assert f"`{row['router']}` {100 * share:.1f} %, {seconds:.1f} s" in line
 
 
+def test_the_page_about_the_method_has_the_figures_of_the_results():
+    entropy, growth = router_figures()["entropy"], results_of("growth.json", "rows")
+    cls, digits = results_of("tsne.json", "panels", "[CLS]"), router_figures("routing_digits.json")["entropy"]
+    why, can, protocol = re.split("## What can entropy do|## Routing per sample", read("docs/concepts.md"))
+    why = why.split("## Why whiten?")[1].split("<!--")[0]
+    assert figures_in(why) == [cls["cosine between classes"], cls["cosine within classes"]]
+    names = ("routing_accuracy", "last_accuracy", "task_known_accuracy")
+    expected = [mean(digits["last_accuracy"]), *(mean(entropy[name]) for name in names)]
+    expected += [growth[0]["entropy accuracy"], growth[-1]["entropy accuracy"], growth[-1]["gaussian accuracy"]]
+    assert figures_in(can) == expected
+    names = ("last_accuracy", "batch_scope_sorted", "batch_scope_shuffled")
+    assert figures_in(protocol.split("## ")[0]) == [mean(entropy[name]) for name in names]
+
+
 def test_appendix_has_the_figures_of_the_results():
     """In the page's order: which variant, and which figure of it."""
     recipe, none = "the recipe", "linear heads, strangers none of mine, all experts"

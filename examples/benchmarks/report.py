@@ -246,9 +246,11 @@ def learning_cost(results: Path) -> str:
     return table(["", "passes"], [[name, f"{value:.2f}"] for name, value in found.items()])
 
 
-def silhouettes(results: Path) -> str:
+def steps(results: Path) -> str:
+    """How well the classes of a task lie apart after each step of an expert."""
+    names = ("class means", "silhouette", "cosine within classes", "cosine between classes", "directions")
     panels = read(results / "tsne.json")["panels"].items()
-    return ", ".join(f"{name} {panel['silhouette']:.3f}" for name, panel in panels) + ".\n"
+    return table(["", *names], [[step, *(f"{panel[name]:g}" for name in names)] for step, panel in panels])
 
 
 def growth(results: Path) -> str:
@@ -275,7 +277,7 @@ MAKERS = (
     parameters,
     passes,
     learning_cost,
-    silhouettes,
+    steps,
     growth,
 )
 # Name of a generated part → what makes it.
@@ -381,15 +383,21 @@ def draw_growth(growth: dict[str, Any], path: Path) -> None:
 
 
 def draw_tsne(tsne: dict[str, Any], path: Path) -> None:
-    names = list(dict.fromkeys(tsne["classes"]))
-    figure, axes = plt.subplots(1, len(tsne["panels"]), figsize=(9, 3.6))
-    for axis, (title, panel) in zip(axes, tsne["panels"].items(), strict=True):
+    """Above, mean cosines between the images of two classes; below, the images by t-SNE."""
+    names = sorted(set(tsne["classes"]), key=tsne["classes"].index)
+    figure, (above, below) = plt.subplots(2, len(tsne["panels"]), figsize=(10, 5.6), layout="constrained")
+    for top, axis, (title, panel) in zip(above, below, tsne["panels"].items(), strict=True):
+        shown = top.imshow(panel["cosines"], vmin=0, vmax=1, cmap="cividis")
+        top.set(title=title, xticks=[], yticks=[])
         for k, name in enumerate(names):
             points = [p for p, own in zip(panel["points"], tsne["classes"], strict=True) if own == name]
-            axis.scatter(*zip(*points, strict=True), s=10, color=plt.get_cmap("tab20")(k % 20), label=name)
-        axis.set(title=title, xticks=[], yticks=[])
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncol=5, fontsize=7, frameon=False)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
+            marker = "osD^vP*Xh"[k % 9]
+            axis.scatter(*zip(*points, strict=True), s=12, color=plt.get_cmap("tab20")(k), marker=marker, label=name)
+        axis.set(xticks=[], yticks=[])
+    figure.colorbar(shown, ax=above[-1], label="mean cosine")
+    above[0].set_ylabel("classes × classes")
+    below[0].set_ylabel("test images, t-SNE")
+    figure.legend(*below[0].get_legend_handles_labels(), loc="outside lower center", ncol=5, fontsize=8, frameon=False)
     save(figure, path)
 
 
