@@ -15,6 +15,7 @@ import growth
 import harness
 import methods
 import numpy as np
+import published
 import pytest
 import report
 import routing
@@ -350,6 +351,26 @@ def test_a_stream_of_your_own_is_in_the_tables_and_a_page_is_filled_between_its_
     page = f"# Results\n{begin}old\n{end}The end.\n"
     assert report.filled(page, tmp_path) == f"# Results\n{begin}\n{tables}\n{end}The end.\n"
     assert report.filled(report.filled(page, tmp_path), tmp_path) == report.filled(page, tmp_path)
+
+
+def test_published_figures_stand_beside_configs_and_a_run_goes_on_where_it_stopped(tmp_path):
+    sets = report.published_figures()
+    assert set(sets) <= {name for name, config in CONFIGS.items() if not config["offline"]}
+    for name, found in sets.items():
+        assert f"Inc{CONFIGS[name]['increment']}" in found["title"]
+        assert CONFIGS[name]["seeds"] == [1993]
+        assert all(100 > average >= last > 0 for average, last in found["methods"].values())
+    options = ["--results", str(tmp_path)]
+    left = [args.method for args, _ in published.remaining("cub200_inc10", options)]
+    assert left == list(CONFIGS["cub200_inc10"]["rows"])
+    measured = read(RESULTS / "digits" / "lda.json")
+    for method, seeds in (("lda", [1993]), ("luca", [])):
+        (tmp_path / "cub200_inc10").mkdir(exist_ok=True)
+        measured["seeds"] = [{"seed": seed} for seed in seeds]
+        (tmp_path / "cub200_inc10" / f"{method}.json").write_text(json.dumps(measured))
+    left.remove("lda")
+    assert [args.method for args, _ in published.remaining("cub200_inc10", options)] == left
+    assert f"{100 * measured['summary']['average_accuracy']['mean']:.1f}/" in report.published(tmp_path)
 
 
 def test_the_pictures_are_drawn(tmp_path, monkeypatch):

@@ -75,6 +75,7 @@ IN_SUMMARY = {
     "ranpac": "RanPAC",
     "joint_probe": "*joint probe*",
 }
+PUBLISHED = ("SimpleCIL", "EASE", "RanPAC", "MOS")  # in the table; the others are in docs/data/published.csv
 # Routers that there are, with the names that results files of earlier versions have for them.
 ROUTERS = {name: name for name in ("entropy", "energy", "nearest", "lda", "gaussian", "auto", "ridge")}
 ROUTERS |= {"prototype": "lda"}
@@ -180,7 +181,7 @@ def of_routers(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def routers(results: Path) -> str:
-    """Last accuracy of every router on the same experts, and of baselines that see all classes at once."""
+    """Last accuracy of every router on the same experts."""
     named = routing_results(results)
     contents = list(named.values())
     lines = [
@@ -191,14 +192,6 @@ def routers(results: Path) -> str:
     beside = {"task_known_accuracy": "task known", "batch_scope_sorted": "`entropy`, one expert per batch, sorted"}
     beside["batch_scope_shuffled"] = "`entropy`, one expert per batch, shuffled"
     lines += [[words, *(f"{found[name]['mean']:.3f}" for found in entropies)] for name, words in beside.items()]
-    baselines = [content["baselines_last_accuracy"] for content in contents]
-    names = {
-        "SimpleCIL, unit features": "class means",
-        "LDA, unit features": "LDA",
-        "RanPAC 10,000, unit features": "RanPAC",
-        "joint linear probe, unit features": "joint linear probe",
-    }
-    lines += [[f"*{words}*", *(f"{found[name]['mean']:.3f}" for found in baselines)] for name, words in names.items()]
     return table(["last accuracy A_B", *named], lines)
 
 
@@ -260,11 +253,33 @@ def growth(results: Path) -> str:
         "`gaussian`": lambda row: f"{row['gaussian accuracy']:.3f}",
         "`entropy`, passes": lambda row: f"{row['entropy passes per image']:.3f}",
         "`gaussian`, passes": lambda row: f"{row['gaussian passes per image']:.3f}",
-        "learning one, s": lambda row: f"{row['learning the last experts, seconds each']:.2f}",
-        "MiB on disk": lambda row: f"{(row['experts on disk, bytes'] + row['statistics on disk, bytes']) / MIB:.1f}",
     }
     rows = read(results / "growth.json")["rows"]
     return table(list(columns), [[form(row) for form in columns.values()] for row in rows])
+
+
+# ---- published figures -------------------------------------------------------------------------------------------
+
+
+def published_figures() -> dict[str, Any]:
+    """By the name of a config, what the literature has measured on its data set, in per cent."""
+    sets: dict[str, Any] = read(HERE / "published.json")["sets"]
+    return sets
+
+
+def published(results: Path) -> str:
+    """Published figures beside our own, and the passes of the backbone that measuring ours takes."""
+    lines = []
+    for name, found in published_figures().items():
+        line = [f"{found['title']} ({found['source']})"]
+        line += ["/".join(map(str, found["methods"].get(method, []))) for method in PUBLISHED]
+        for method in ("luca_paper", "luca", "luca_gaussian"):
+            row = rows_of(results, name).get(method)
+            figures = [row["summary"][key]["mean"] for key in ("average_accuracy", "last_accuracy")] if row else []
+            line.append("/".join(f"{100 * figure:.1f}" for figure in figures) or "–")
+        train, test = found["images"] or (0, 0)
+        lines.append([*line, f"{(21 * train + test) / 1e6:.2f}" if train else ""])
+    return table(["", *PUBLISHED, "paper's recipe", "`entropy`", "`gaussian`", "million passes"], lines)
 
 
 MAKERS = (
@@ -279,6 +294,7 @@ MAKERS = (
     learning_cost,
     steps,
     growth,
+    published,
 )
 # Name of a generated part → what makes it.
 PARTS: dict[str, Callable[[Path], str]] = {maker.__name__: maker for maker in MAKERS}
@@ -332,6 +348,21 @@ def all_routers(results: Path) -> list[dict[str, Any]]:
     return [{column: line.get(column, "") for column in columns} for line in found]
 
 
+def all_published(results: Path) -> list[dict[str, Any]]:
+    """Every published figure that a config stands beside, in per cent."""
+    return [
+        {
+            "config": name,
+            "method": method,
+            "source": found["source"],
+            "average accuracy": average,
+            "last accuracy": last,
+        }
+        for name, found in published_figures().items()
+        for method, (average, last) in found["methods"].items()
+    ]
+
+
 def all_growth(results: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = read(results / "growth.json")["rows"]
     return rows
@@ -339,6 +370,7 @@ def all_growth(results: Path) -> list[dict[str, Any]]:
 
 # Name of a file in docs/data → what makes its rows.
 TABLES = {"streams.csv": all_streams, "routers.csv": all_routers, "growth.csv": all_growth}
+TABLES["published.csv"] = all_published
 
 
 # ---- pictures ------------------------------------------------------------------------------------------------------
