@@ -24,6 +24,7 @@ from peft_luca.training.arguments import CONFIG_RECIPES, RECIPES
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+OTHERS = ["CONTRIBUTING.md", "examples/README.md"]  # neither counted nor run
 # The Hub page needs a Hub and runs in tests/hub; the tutorial runs as a notebook in tests/test_examples.py.
 RUN_ELSEWHERE = ("docs/hub.md", "docs/tutorial.md")
 BACKBONE = "google/vit-base-patch16-224-in21k"
@@ -129,7 +130,7 @@ def test_the_code_of_a_page_runs_as_it_stands(page, runner, tmp_path):
 
 
 def commands():
-    for page in [*PAGES, "examples/README.md"]:
+    for page in [*PAGES, *OTHERS]:
         for block in re.findall(r"^```bash\n(.*?)^```", read(page), re.M | re.S):
             variables = dict(re.findall(r"^(\w+)=(\S+)$", block, re.M))
             for line in block.replace("\\\n", " ").splitlines():
@@ -191,7 +192,7 @@ def test_every_code_block_is_of_a_kind_that_is_checked():
 def test_every_link_leads_to_a_page_and_a_heading():
     menu = read("mkdocs.yml").split("nav:")[1]
     assert [page for page in PAGES[1:] if page.removeprefix("docs/") not in menu] == []
-    for page in [*PAGES, "examples/README.md"]:
+    for page in [*PAGES, *OTHERS]:
         for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", read(page)):
             path = (ROOT / page).parent / target if target else ROOT / page
             assert path.exists(), f"{page} links to {target}"

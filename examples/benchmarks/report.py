@@ -136,11 +136,13 @@ def costs(results: Path) -> str:
     """What a method keeps and takes, on one stream."""
     lines = []
     for method, row in rows_of(results, DETAILED).items():
+        if method.startswith("joint"):
+            continue  # all classes at once
         found = row["summary"]
-        cells = [mean_of(found.get(name)) for name in ("average_accuracy", "forgetting", "routing_accuracy")]
+        cells = [mean_of(found.get(name)) for name in ("average_accuracy", "forgetting")]
         kilobytes = f"{found['bytes_per_task']['mean'] / 1000:,.0f}"
         lines.append([METHODS[method], *cells, kilobytes, f"{found['learning_passes']['mean']:.2f}"])
-    head = [f"`{DETAILED}`", "Ā", "forgetting", "right expert", "kB per task", "passes to learn"]
+    head = [f"`{DETAILED}`", "Ā", "forgetting", "kB per task", "passes to learn"]
     return table(head, lines)
 
 
