@@ -41,7 +41,7 @@ test-peft: install
 
 # The pages of docs/ as a site, in site/. It needs no network; a page or a name that is missing is an error.
 docs: install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/_site.py
 
 # The demonstration in a browser. gradio asks for an older Pillow than constraints.txt has, so that it has its own place.
 .venv-space/installed: examples/space/requirements.txt constraints.txt

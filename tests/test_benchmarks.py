@@ -16,6 +16,7 @@ import growth
 import harness
 import methods
 import numpy as np
+import published
 import pytest
 import report
 import routing
@@ -308,11 +309,14 @@ def test_parameters_are_counted():
     assert counts["LoRA, rank 16, q and v"] == 2 * counts["LoRA, rank 8, q and v"] == 12 * 2 * 2 * 16 * 768
 
 
-def test_tsne_sees_the_images_of_the_last_task(bench):
-    raw, labels, ids = tsne.see(None, bench, 1993)
-    adapted, _, _ = tsne.see(type("Quick", (tsne.AdapterAlone,), QUICK["luca"]), bench, 1993)
-    assert {ids[k] for k in labels.tolist()} == set(bench.stream(1993)[-1].classes)
-    assert (raw.shape, adapted.shape, len(tsne.place(raw, labels)["points"])) == ((8, 32), (8, 32), 8)
+def test_tsne_sees_the_images_of_the_last_task_after_each_step(bench):
+    steps, classes = tsne.see(bench, 1993, quick("luca"))
+    assert set(classes) == set(bench.stream(1993)[-1].classes)
+    assert all((train.shape, test.shape) == ((16, 32), (8, 32)) for train, _, test, _ in steps.values())
+    assert not any(torch.equal(steps["whitened"][2], steps[name][2]) for name in ("standardized", "LuCA"))
+    x, y = torch.tensor([[1.0, 0], [1, 0], [0, 1], [0, 2]]).repeat(2, 1), torch.tensor([3, 3, 5, 5] * 2)
+    panel = tsne.place(x, y, x, y)
+    assert (panel["cosines"], panel["class means"], len(panel["points"])) == ([[1, 0], [0, 1]], 1.0, 8)
 
 
 def test_leaving_an_image_out_equals_fitting_without_it():
@@ -366,11 +370,31 @@ def test_a_stream_of_your_own_is_in_the_tables_and_a_page_is_filled_between_its_
     for stream, name in (("digits", "mine"), ("emoji_14x4", "emoji_14x4")):
         shutil.copytree(RESULTS / stream, tmp_path / name)
     tables = report.streams(tmp_path)
-    assert tables.count("| A_B | `emoji_14x4` | `mine` |") == 1
+    assert tables.count("| last accuracy A_B | `emoji_14x4` | `mine` |") == 1
     begin, end = "<!-- streams, made by examples/benchmarks/report.py -->\n", "<!-- end of the streams -->\n"
     page = f"# Results\n{begin}old\n{end}The end.\n"
     assert report.filled(page, tmp_path) == f"# Results\n{begin}\n{tables}\n{end}The end.\n"
     assert report.filled(report.filled(page, tmp_path), tmp_path) == report.filled(page, tmp_path)
+
+
+def test_published_figures_stand_beside_configs_and_a_run_goes_on_where_it_stopped(tmp_path):
+    sets = report.published_figures()
+    assert set(sets) <= {name for name, config in CONFIGS.items() if not config["offline"]}
+    for name, found in sets.items():
+        assert f"Inc{CONFIGS[name]['increment']}" in found["title"]
+        assert CONFIGS[name]["seeds"] == [1993]
+        assert all(100 > average >= last > 0 for average, last in found["methods"].values())
+    options = ["--results", str(tmp_path)]
+    left = [args.method for args, _ in published.remaining("cub200_inc10", options)]
+    assert left == list(CONFIGS["cub200_inc10"]["rows"])
+    measured = read(RESULTS / "digits" / "lda.json")
+    for method, seeds in (("lda", [1993]), ("luca", [])):
+        (tmp_path / "cub200_inc10").mkdir(exist_ok=True)
+        measured["seeds"] = [{"seed": seed} for seed in seeds]
+        (tmp_path / "cub200_inc10" / f"{method}.json").write_text(json.dumps(measured))
+    left.remove("lda")
+    assert [args.method for args, _ in published.remaining("cub200_inc10", options)] == left
+    assert f"{100 * measured['summary']['average_accuracy']['mean']:.1f}/" in report.published(tmp_path)
 
 
 def test_the_pictures_are_drawn(tmp_path, monkeypatch):

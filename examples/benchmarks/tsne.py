@@ -1,7 +1,7 @@
 """
-What a LuCA module does to [CLS]: t-SNE of the test images of a stream's last task, as they leave the backbone, after
-an expert with the adapter alone, and after a LuCA expert. An image is seen by its own task's expert, so that the
-picture says nothing about routing.
+What an expert does to [CLS], step by step: the test images of a stream's last task as they leave the backbone,
+standardized by the reference, whitened, and after LuCA. For each step t-SNE, and how well the classes lie apart. An
+image is seen by its own task's expert, so that nothing here is about routing.
 
     python examples/benchmarks/tsne.py examples/benchmarks/configs/emoji_6x9.json
 """
@@ -9,6 +9,7 @@ picture says nothing about routing.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,33 +30,52 @@ class TsneArguments(StreamArguments):
     output: str = field(default=str(RESULTS / "tsne.json"), metadata={"help": "Where the figures go."})
 
 
-class AdapterAlone(Luca):
-    """An expert whose module is the adapter and nothing else."""
-
-    config = {"arrangement": "adapter"}  # noqa: RUF012
-
-
-def place(features: Tensor, labels: Tensor) -> dict[str, Any]:
-    """The images' places by t-SNE, and the silhouette of the classes, by cosine, before it."""
-    unit = torch.nn.functional.normalize(features.double(), dim=1).numpy()
+def place(train: Tensor, train_labels: Tensor, features: Tensor, labels: Tensor) -> dict[str, Any]:
+    """The test images' places by t-SNE, and figures of the features before it, all of length 1."""
+    unit, known = (torch.nn.functional.normalize(x.double(), dim=1) for x in (features, train))
     tsne = TSNE(perplexity=min(30, (len(unit) - 1) // 3), init="pca", random_state=0)
-    silhouette = silhouette_score(unit, labels.numpy(), metric="cosine")
-    return {"silhouette": round(float(silhouette), 3), "points": tsne.fit_transform(unit).round(1).tolist()}
+    silhouette = silhouette_score(unit.numpy(), labels.numpy(), metric="cosine")
+    ids = labels.unique()
+    means = torch.stack([known[train_labels == k].mean(0) for k in ids])
+    nearest = ids[(unit @ torch.nn.functional.normalize(means, dim=1).T).argmax(1)]
+    member = (labels[:, None] == ids).double()  # (images, classes)
+    pairs = member.T @ (1 - torch.eye(len(unit), dtype=torch.float64)) @ member  # of two different images
+    cosines = member.T @ (unit @ unit.T).fill_diagonal_(0) @ member / pairs
+    variances = torch.linalg.svdvals(features.double() - features.double().mean(0)).square()
+    return {
+        "silhouette": round(float(silhouette), 3),
+        "class means": round(float((nearest == labels).double().mean()), 3),
+        "directions": round(float(variances.sum() ** 2 / variances.square().sum()), 1),
+        "cosine within classes": round(float(cosines.diagonal().mean()), 3),
+        "cosine between classes": round(float(cosines[~torch.eye(len(ids), dtype=torch.bool)].mean()), 3),
+        "cosines": [[round(value, 3) for value in row] for row in cosines.tolist()],
+        "points": tsne.fit_transform(unit.numpy()).round(1).tolist(),
+    }
 
 
-def see(method: type[Luca] | None, bench: Bench, seed: int) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """Features of the last task's test images under its expert, their labels, and the classes' names."""
+@torch.no_grad()
+def see(bench: Bench, seed: int, method: type[Luca] = Luca) -> tuple[dict[str, list[Tensor]], list[str]]:
+    """Each step's features and labels of the last task's train images and of its test images; the latter's classes."""
     stream = bench.stream(seed)
     task, ids = list(stream)[-1], stream.classes
     train, test = (bench.part(task, split, ids) for split in ("train", "test"))
-    if method is None:
-        return bench.unit(test.features), test.labels, ids
     learner = method(bench, stream, ids, seed)
-    learner.fit(task, train)
-    with torch.no_grad():
-        features = find_layer(learner.model)[1].luca(test.features.to(bench.device), task.name).cpu()
+    with torch.enable_grad():
+        learner.fit(task, train)
+    layer = find_layer(learner.model)[1]
+    mean, deviation = layer.luca_reference_mean[task.name], layer.luca_reference_std[task.name]
+    steps: dict[str, Callable[[Tensor], Tensor]] = {
+        "[CLS]": lambda z: z,
+        "standardized": lambda z: (z - mean) / deviation,
+        "whitened": lambda z: layer.standardize(z, task.name),
+        "LuCA": lambda z: layer.luca(z, task.name),
+    }
+    found: dict[str, list[Tensor]] = {name: [] for name in steps}
+    for part in (train, test):
+        for name, step in steps.items():
+            found[name] += [step(part.features.to(bench.device)).cpu(), part.labels]
     learner.close()
-    return features, test.labels, ids
+    return found, [ids[label] for label in test.labels.tolist()]
 
 
 def parse_arguments(given: list[str]) -> TsneArguments:
@@ -65,11 +85,8 @@ def parse_arguments(given: list[str]) -> TsneArguments:
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     be_quiet()
-    bench, panels = Bench(args), {}
-    for name, method in (("[CLS]", None), ("adapter alone", AdapterAlone), ("LuCA", Luca)):
-        features, labels, ids = see(method, bench, args.seeds[0])
-        panels[name] = place(features, labels)
-    classes = [ids[label] for label in labels.tolist()]
+    steps, classes = see(Bench(args), args.seeds[0])
+    panels = {name: place(*features) for name, features in steps.items()}
     write_results(args.output, stream=args.name, seed=args.seeds[0], classes=classes, panels=panels)
 
 

@@ -317,7 +317,7 @@ def test_timm_with_other_pooling_is_outside_the_method(timm: ModuleType):
 # ---- the table in the docs ------------------------------------------------------------------------------------------
 
 HEADER = """<!-- Written by `python tests/tuner/test_architectures.py`, whose tests check every row. Do not edit. -->
-# Where the head is, and what LuCA reads
+# Backbones
 
 The head is found without being named. LuCA goes in its place and reads what enters it. h is `config.hidden_size`.
 
