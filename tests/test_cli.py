@@ -117,7 +117,7 @@ def test_pull_compose_and_delete_of_a_collection(place, capsys, tmp_path):
     folder, _ = place
     said(capsys, "pull", folder / "out", tmp_path / "copy")
     whole = contents(folder / "out")
-    left_out = {"results.json", "preprocessor_config.json"}
+    left_out = {"results.json", "matrix.jsonl", "preprocessor_config.json"}
     assert contents(tmp_path / "copy") == {name: whole[name] for name in whole if name not in left_out}
     both = tmp_path / "both"
     said(capsys, "compose", both, f"mine={folder / 'out'}", f"theirs={tmp_path / 'copy'}")

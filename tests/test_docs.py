@@ -17,9 +17,9 @@ from PIL import Image
 from transformers import TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import peft_luca
-from peft_luca import ContinualTrainingArguments, LucaConfig, LucaLayer, save_expert
-from peft_luca.tuner.backbone import processor_facts
+from peft_luca import ContinualTrainingArguments, LucaConfig, LucaLayer, cli, save_expert
 from peft_luca.training.arguments import CONFIG_RECIPES, RECIPES
+from peft_luca.tuner.backbone import processor_facts
 
 
 ROOT = Path(__file__).parent.parent
@@ -156,6 +156,12 @@ def test_every_command_exists(page, command, monkeypatch, tmp_path):
         import cil
 
         cil.parse_arguments()  # stops at an argument that does not exist
+    elif words[0] == "peft-luca":
+        if words[1] == "train":
+            monkeypatch.chdir(tmp_path)
+            cli.parse_stream(cli.StreamArguments, words[2:], "peft-luca train")
+        elif words[1] != "--help":
+            cli.make_parser().parse_args(words[1:])
     elif words[1:3] == ["-m", "pytest"]:
         assert words[-1] in read(words[3])
     elif words[0] == "python":
