@@ -7,7 +7,7 @@ from .data.feature_cache import FeatureDataset
 from .data.task_stream import Task, TaskStream
 from .hub.publishing import list_experts, push_expert, push_experts
 from .hub.saving import load_expert, load_experts, save_expert, save_experts
-from .inference import LucaPipeline, pixel_values
+from .inference import LucaPipeline, export_onnx, pixel_values
 from .routing import Router, RoutingOutput
 from .training.arguments import ContinualTrainingArguments
 from .training.continual_trainer import ContinualTrainer
@@ -15,7 +15,8 @@ from .training.expert_trainer import ExpertTrainer
 from .training.metrics import ContinualAccuracy
 from .tuner.config import LucaConfig
 from .tuner.layer import LucaLayer
-from .tuner.model import LucaModel
+from .tuner.model import LucaModel, LucaPeftModel
+from .tuner.prediction import Prediction
 from .tuner.reference import draw_reference_pictures
 from .utils import InvalidExpertError
 
@@ -34,13 +35,16 @@ __all__ = [
     "LucaConfig",
     "LucaLayer",
     "LucaModel",
+    "LucaPeftModel",
     "LucaPipeline",
+    "Prediction",
     "Router",
     "RoutingOutput",
     "Task",
     "TaskStream",
     "__version__",
     "draw_reference_pictures",
+    "export_onnx",
     "list_experts",
     "load_expert",
     "load_experts",

@@ -6,7 +6,7 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import datasets
@@ -137,6 +137,27 @@ def _missing_source(path: str, error: Exception) -> str | None:
         return "its folder does not exist"
     except OSError as unreadable:
         return str(unreadable)
+
+
+def read_named(image: Any, read: Callable[..., Image.Image], name: str = "without a file name") -> Image.Image:
+    """Reads an image with `read`. An error names it by its path, or else by `name`."""
+    try:
+        return read(image)
+    except MissingSourceError:
+        raise
+    except Exception as error:  # decoders raise many kinds of errors for a broken file
+        path = (
+            image.get("path") if isinstance(image, dict) else image if isinstance(image, str | os.PathLike) else None
+        )
+        raise ValueError(f"the image {path or name} cannot be read: {error!r}.") from error
+
+
+def find_image_column(dataset: Any, remedy: str = "pass image_column") -> str:
+    """Returns the name of the only image column."""
+    columns = [name for name, feature in (dataset.features or {}).items() if isinstance(feature, datasets.Image)]
+    if len(columns) != 1:
+        raise ValueError(f"found the columns of images {columns}; {remedy}, one of {dataset.column_names}")
+    return columns[0]
 
 
 def undecoded(dataset: Any, image_column: str) -> Any:

@@ -29,7 +29,7 @@ from ..tuner.backbone import check_backbone, warn_of_processor
 from ..tuner.experts import NewExpert
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import LucaExperts, LucaLayer, find_layer
-from ..tuner.model import quiet_peft, tuner_of
+from ..tuner.model import LucaPeftModel, quiet_peft, tuner_of
 from ..utils import InvalidExpertError, atomic_write, check_classes, list_names, show, warn_about_spellings, write_json
 from . import validation
 from .validation import MANIFEST_FORMAT, MANIFEST_NAME, STATISTICS_FORMAT, STATISTICS_NAME, Manifest
@@ -144,7 +144,7 @@ def load_experts(
     allow_mismatch: bool = False,
     statistics: bool = True,
     processing_class: Any = None,
-) -> PeftModel:
+) -> LucaPeftModel:
     """
     Composes experts, of one owner or of several, into one classifier, without training. All files are read and checked
     before the model is changed, so that after an error it is as it was.
@@ -212,7 +212,7 @@ def load_expert(
     allow_mismatch: bool = False,
     statistics: bool = True,
     processing_class: Any = None,
-) -> PeftModel:
+) -> LucaPeftModel:
     """
     Adds one expert to a backbone, or to a model that has experts already, as [`load_experts`] does.
 
@@ -300,7 +300,7 @@ def _load(
     allow_mismatch: bool,
     statistics: bool,
     processing_class: Any,
-) -> PeftModel:
+) -> LucaPeftModel:
     """Reads and checks everything, then adds the experts to the model."""
     tuner = tuner_of(model) if isinstance(model, PeftModel) else None
     names = [name for name, _ in folders]

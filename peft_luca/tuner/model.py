@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -19,6 +19,7 @@ from .backbone import BackboneFacts, is_identity, pooled_features
 from .config import LucaConfig
 from .head import Head
 from .peft_hooks import ExpertConfigs, PeftHooks, check_new_expert
+from .prediction import Prediction, answer_of, batches_of_pixels, predictions_of
 from .reference import whitening
 
 
@@ -204,6 +205,36 @@ class LucaModel(PeftHooks):
         """As [`~LucaModel.route`], from [CLS] vectors `(batch, d)`."""
         return self.layer.route_features(features, expert)
 
+    @torch.no_grad()
+    def predict(
+        self, images: Any, top_k: int = 1, batch_size: int = 32, processing_class: Any = None
+    ) -> list[Prediction]:
+        """
+        Classifies images of any kind and size with the router that is set, or with the active expert.
+
+        Args:
+            images (image, list or `datasets.Dataset`):
+                One image as [`~peft_luca.preprocessing.read_image`] takes it (PIL image, array, path, or dict of
+                `bytes` or `path`), any iterable of them, or a dataset with one column of images.
+            top_k (`int`, *optional*, defaults to `1`): Number of classes in [`Prediction`]'s `top`.
+            batch_size (`int`, *optional*, defaults to `32`): Images per pass of the trunk.
+            processing_class (`BaseImageProcessor`, *optional*):
+                The image processor. By default the experts' own, as their files describe it.
+
+        Returns:
+            `list[Prediction]`: One for each image.
+
+        Raises:
+            ValueError: an image cannot be read, which is named, or no expert knows its image processor.
+        """
+        if min(top_k, batch_size) < 1:
+            raise ValueError(f"top_k and batch_size must be at least 1, got {top_k} and {batch_size}.")
+        layer, place, predictions = self.layer, (self.backbone.device, self.backbone.dtype), []
+        for pixel_values in batches_of_pixels(self.model, images, batch_size, processing_class):
+            answer = answer_of(layer, self.pooled_features(pixel_values.to(*place)))
+            predictions += predictions_of(layer, answer, top_k)
+        return predictions
+
     def expert_logits(self, features: Tensor, name: str) -> Tensor:
         """One expert's logits of its own classes, `(batch, d)` → `(batch, K)`."""
         return self.layer.expert_logits(features, name)
@@ -272,6 +303,15 @@ class LucaModel(PeftHooks):
         """Σ|θ| over an expert's LuCA parameters, not its rows and σ (paper, §3). By default of the active expert."""
         parameters = self.layer.luca_parameters(name or self.active_adapters[0]).values()
         return torch.stack([parameter.abs().sum() for parameter in parameters]).sum()
+
+
+if TYPE_CHECKING:
+
+    class LucaPeftModel(PeftModel, LucaModel):  # type: ignore[misc, override]
+        """A [`~peft.PeftModel`] with LuCA experts, for type checkers: it passes on the methods of [`LucaModel`]."""
+
+else:
+    LucaPeftModel = PeftModel
 
 
 def tuner_of(model: nn.Module) -> LucaModel:
