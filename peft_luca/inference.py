@@ -14,6 +14,7 @@ from peft import PeftModel
 from PIL import Image
 from torch import Tensor, nn
 from transformers import ImageClassificationPipeline
+from transformers.pipelines.image_classification import ClassificationFunction
 
 from .preprocessing import make_pixels
 from .tuner.backbone import pooled_features, processor_facts
@@ -84,8 +85,8 @@ class LucaPipeline(ImageClassificationPipeline):
         self, model_outputs: Any, function_to_apply: Any = None, top_k: int = 5, unknown_label: str | None = None
     ) -> list[dict[str, Any]]:
         """Logits → labels with their scores."""
-        if function_to_apply is None and self.model.config.problem_type == "single_label_classification":
-            function_to_apply = "softmax"  # also of one class
+        if self.model.config.num_labels == 1 and function_to_apply is None:
+            function_to_apply = ClassificationFunction.SOFTMAX  # as `predict`, not the sigmoid of transformers
         labels: list[dict[str, Any]] = super().postprocess(model_outputs, function_to_apply, top_k)
         if unknown_label is not None and model_outputs["unknown"][0]:
             labels.insert(0, {"label": unknown_label, "score": 1 - model_outputs["known"][0].item()})
@@ -98,6 +99,7 @@ class _Answers(nn.Module):
     def __init__(self, tuner: LucaModel) -> None:
         super().__init__()
         self.tuner, self.dtype = tuner, tuner.backbone.dtype
+        self.training = False  # eval() would change the mode of the model
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         answer = answer_of(self.tuner.layer, self.tuner.pooled_features(pixel_values.to(self.dtype)))
@@ -118,14 +120,10 @@ def export_onnx(model: PeftModel, path: str | os.PathLike[str], processing_class
     tuner = tuner_of(model)
     processor, images = processor_of(tuner.layer, processing_class), image_options(tuner.model)
     example = make_pixels([Image.new("RGB", (256, 256))] * 2, processor, **images).to(tuner.backbone.device)
+    names = {"input_names": ["pixel_values"], "output_names": ["logits", "expert", "known"]}
+    shapes = ({0: torch.export.Dim("batch")},)
     program = torch.onnx.export(
-        _Answers(tuner),
-        (example,),
-        dynamo=True,
-        verbose=False,
-        input_names=["pixel_values"],
-        output_names=["logits", "expert", "known"],
-        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        _Answers(tuner), (example,), dynamo=True, dynamic_shapes=shapes, verbose=False, **names
     )
     assert program is not None  # as dynamo=True says
     about = {

@@ -185,17 +185,14 @@ def warn_of_processor(experts: Mapping[str, LucaConfig], processing_class: Any =
     here, whose = processor_facts(processing_class), "the one that is given"
     if here is None and known:
         here, whose = next(iter(known.values())), f"that of {next(iter(known))!r}"
-    # The class alone moves no pixel, and files of earlier versions do not name it.
-    moved = {
-        name: _differences(there, here, [n for n in {**there, **here} if n != PROCESSOR_TYPE])
-        for name, there in known.items()
-        if here
-    }
-    if differing := [name for name, what in moved.items() if what]:
+    here = here or {}
+    # Not by the class alone, which files of earlier versions do not name.
+    names = [name for step, settings in STEPS.items() for name in (step, *settings)] if here else []
+    moved = {name: what for name, there in known.items() if (what := _differences(there, here, names))}
+    if moved:
         warnings.warn(
-            f"the experts {list_names(differing)} were trained with another image processor than {whose}: "
-            f"{moved[differing[0]]}. "
-            "They may be less accurate. Use the image processor of their training.",
+            f"the experts {list_names(moved)} were trained with another image processor than {whose}: "
+            f"{next(iter(moved.values()))}. They may be less accurate. Use the image processor of their training.",
             stacklevel=3,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,16 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
+from ..preprocessing import make_pixels
 from ..routing import Router, RoutingOutput, make_router
 from ..routing.evidence import collect_with_evidence
 from ..routing.statistics import DEFAULT_RANK, ClassStatistics
 from .backbone import BackboneFacts, is_identity, pooled_features
 from .config import LucaConfig
 from .head import Head
+from .layer import image_options
 from .peft_hooks import ExpertConfigs, PeftHooks, check_new_expert
-from .prediction import Prediction, answer_of, batches_of_pixels, predictions_of
+from .prediction import Prediction, answer_of, list_images, predictions_of, processor_of
 from .reference import whitening
 
 
@@ -210,29 +213,26 @@ class LucaModel(PeftHooks):
         self, images: Any, top_k: int = 1, batch_size: int = 32, processing_class: Any = None
     ) -> list[Prediction]:
         """
-        Classifies images of any kind and size with the router that is set, or with the active expert.
+        Returns a [`Prediction`] for each image, of the router that is set or of the active expert.
 
         Args:
-            images (image, list or `datasets.Dataset`):
-                One image as [`~peft_luca.preprocessing.read_image`] takes it (PIL image, array, path, or dict of
-                `bytes` or `path`), any iterable of them, or a dataset with one column of images.
-            top_k (`int`, *optional*, defaults to `1`): Number of classes in [`Prediction`]'s `top`.
+            images: A PIL image, array, path, or dict of `bytes` or `path`, any iterable of them, or a dataset.
+            top_k (`int`, *optional*, defaults to `1`): Number of classes in `top`.
             batch_size (`int`, *optional*, defaults to `32`): Images per pass of the trunk.
-            processing_class (`BaseImageProcessor`, *optional*):
-                The image processor. By default the experts' own, as their files describe it.
-
-        Returns:
-            `list[Prediction]`: One for each image.
+            processing_class (`BaseImageProcessor`, *optional*): The image processor. By default the experts' own.
 
         Raises:
             ValueError: an image cannot be read, which is named, or no expert knows its image processor.
         """
         if min(top_k, batch_size) < 1:
             raise ValueError(f"top_k and batch_size must be at least 1, got {top_k} and {batch_size}.")
-        layer, place, predictions = self.layer, (self.backbone.device, self.backbone.dtype), []
-        for pixel_values in batches_of_pixels(self.model, images, batch_size, processing_class):
-            answer = answer_of(layer, self.pooled_features(pixel_values.to(*place)))
-            predictions += predictions_of(layer, answer, top_k)
+        layer, processor, options = self.layer, processor_of(self.layer, processing_class), image_options(self.model)
+        backbone, rest = self.backbone, list_images(images)
+        predictions: list[Prediction] = []
+        while batch := list(islice(rest, batch_size)):
+            pixel_values = make_pixels(batch, processor, len(predictions), **options)
+            z = self.pooled_features(pixel_values.to(backbone.device, backbone.dtype))
+            predictions += predictions_of(layer, answer_of(layer, z), top_k)
         return predictions
 
     def expert_logits(self, features: Tensor, name: str) -> Tensor:
