@@ -15,7 +15,7 @@ from .training.expert_trainer import ExpertTrainer
 from .training.metrics import ContinualAccuracy
 from .tuner.config import LucaConfig
 from .tuner.layer import LucaLayer
-from .tuner.model import LucaModel
+from .tuner.model import LucaModel, LucaPeftModel
 from .tuner.prediction import Prediction
 from .tuner.reference import draw_reference_pictures
 from .utils import InvalidExpertError
@@ -35,6 +35,7 @@ __all__ = [
     "LucaConfig",
     "LucaLayer",
     "LucaModel",
+    "LucaPeftModel",
     "LucaPipeline",
     "Prediction",
     "Router",

@@ -1,11 +1,10 @@
-"""Using a model on images of any kind, as the trainer measured it."""
+"""Using a model on images of any kind, as the trainer measured it: pixel values, the pipeline, export to ONNX."""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,16 +14,17 @@ from peft import PeftModel
 from PIL import Image
 from torch import Tensor, nn
 from transformers import ImageClassificationPipeline
+from transformers.pipelines.image_classification import ClassificationFunction
 
 from .preprocessing import make_pixels
-from .routing import RoutingOutput
 from .tuner.backbone import pooled_features, processor_facts
 from .tuner.head import Head
 from .tuner.layer import find_layer, image_options
-from .tuner.prediction import processor_of
+from .tuner.model import LucaModel, tuner_of
+from .tuner.prediction import answer_of, answering_classes, processor_of
 
 
-def pixel_values(model: nn.Module, images: Iterable[Any], processing_class: Any) -> Tensor:
+def pixel_values(model: nn.Module, images: Iterable[Any], processing_class: Any = None) -> Tensor:
     """
     Images → pixel values, `(batch, channels, height, width)`, as the trainer made them for the experts of a model.
 
@@ -32,97 +32,36 @@ def pixel_values(model: nn.Module, images: Iterable[Any], processing_class: Any)
         model (`nn.Module`): The model with the experts, as a [`~peft.PeftModel`] or its base model.
         images (`Iterable`): PIL images, arrays, paths, or dicts of `bytes` or `path`; see
             [`~peft_luca.preprocessing.read_image`].
-        processing_class (`BaseImageProcessor`): The backbone's image processor.
+        processing_class (`BaseImageProcessor`, *optional*): The image processor. By default the experts' own.
     """
-    return make_pixels(images, processing_class, **image_options(model))
-
-
-def _route(model: nn.Module, pixels: Tensor) -> RoutingOutput:
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    name, layer = find_layer(base)
-    return layer.route_features(pooled_features(base, Head(name, layer.width, layer.input_width), pixels))
-
-
-class _Graph(nn.Module):
-    """What is exported."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
-        output = _route(self.model, pixel_values)
-        known = output.confidence if output.known is None else output.known
-        return output.logits, output.expert, known, output.unknown
-
-
-def export_onnx(model: PeftModel, path: str | os.PathLike[str], processing_class: Any = None) -> None:
-    """
-    Writes backbone, experts and router as one ONNX graph for every batch size. Needs `peft-luca[onnx]`.
-
-    The graph maps `pixel_values` to `logits` `(batch, C)`, `expert`, `known` and `unknown` `(batch,)`, as
-    [`RoutingOutput`] has them. Its metadata `peft_luca` holds, as JSON, the names of `classes` and `experts` and how
-    images become pixel values; examples/onnx_predict.py answers from it without torch.
-
-    Args:
-        model ([`~peft.PeftModel`]): The model, with a router.
-        path (`str` or `PathLike`): The file to write.
-        processing_class (`BaseImageProcessor`, *optional*): By default the one of the experts' training images.
-
-    Raises:
-        ValueError: no router is set, or it is a function.
-    """
-    layer = find_layer(model)[1]
-    if layer.router is None or layer.router.name is None:
-        raise ValueError(f"a graph needs a router with a name, got {layer.router!r}. Call set_router('auto').")
-    processor = processor_of(model) if processing_class is None else processing_class
-    graph = _Graph(model.get_base_model()).eval()
-    like = next(graph.parameters())
-    pixels = pixel_values(model, [Image.new("RGB", (64, 64))] * 2, processor).to(like)
-    layer.experts.prepared(layer.router)  # its tensors are constants of the graph
-    options: Any = {"dynamic_shapes": ({0: torch.export.Dim("batch")},), "dynamo": True, "verbose": False}
-    options |= {"input_names": ["pixel_values"], "output_names": ["logits", "expert", "known", "unknown"]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, which no user can change
-        program: Any = torch.onnx.export(graph, (pixels,), optimize=True, **options)
-    about = {"classes": list(layer.label_space.classes), "experts": list(layer.configs), **image_options(model)}
-    program.model.metadata_props["peft_luca"] = json.dumps(about | {"processor": processor_facts(processor)})
-    program.save(os.fspath(path))
+    return make_pixels(images, processor_of(find_layer(model)[1], processing_class), **image_options(model))
 
 
 class LucaPipeline(ImageClassificationPipeline):
     """
-    An image classification pipeline that reads images as the trainer does. The one of transformers drops alpha and
-    all but 8 bits before the image processor sees an image. `LucaPipeline(model=model)` takes the image processor of
-    the experts; to `pipeline` it is given as `pipeline_class`. With `unknown_label="unknown"` it answers that label
-    for images that the router takes for none of the known classes.
+    An image classification pipeline that reads images as the trainer does, and answers as [`LucaModel.predict`] does.
+    Give it to `pipeline` of transformers as `pipeline_class`. It needs no `image_processor`.
+
+    Args:
+        unknown_label (`str`, *optional*):
+            A label that comes first, with the score 1 - `known`, for an image that is of no known class according to
+            the router's `unknown_below`. By default every image has the labels of its classes alone.
     """
 
+    _load_image_processor: Any = None  # without one, that of the experts is made from their facts
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("image_processor") is None:
-            kwargs["image_processor"] = processor_of(kwargs.get("model"))
         super().__init__(*args, **kwargs)
-
-    def _sanitize_parameters(self, unknown_label: str | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        kwargs.setdefault("function_to_apply", "softmax")  # for one class transformers takes a sigmoid
-        before, _, after = super()._sanitize_parameters(**kwargs)
-        return before, {"routed": unknown_label is not None}, after | {"unknown_label": unknown_label}
-
-    def _forward(self, model_inputs: Any, routed: bool = False) -> Any:  # type: ignore[override]
-        if not routed:
-            return super()._forward(model_inputs)
-        return _route(self.model, model_inputs["pixel_values"])._asdict()
-
-    def postprocess(  # type: ignore[override]
-        self, model_outputs: Any, unknown_label: str | None = None, **kwargs: Any
-    ) -> Any:
-        """Classes with their scores; or the `unknown_label`, with 1 - [`RoutingOutput.known`]."""
-        if unknown_label is not None and model_outputs["unknown"]:
-            return [{"label": unknown_label, "score": 1 - float(model_outputs["known"])}]
-        return super().postprocess(model_outputs, **kwargs)
+        if self.image_processor is None:
+            self.image_processor = processor_of(find_layer(self.model)[1])
 
     def check_model_type(self, supported_models: Any) -> None:
         """Takes a `PeftModel` without the warning of transformers."""
+
+    def _sanitize_parameters(self, *args: Any, unknown_label: str | None = None, **kwargs: Any) -> Any:
+        preprocess, forward, postprocess = super()._sanitize_parameters(*args, **kwargs)
+        label = {} if unknown_label is None else {"unknown_label": unknown_label}
+        return preprocess, forward | label, postprocess | label
 
     def preprocess(self, image: Any, timeout: float | None = None) -> dict[str, Any]:  # type: ignore[override]
         """An image, its path, or a URL of http, https or data → its pixel values."""
@@ -132,3 +71,67 @@ class LucaPipeline(ImageClassificationPipeline):
         elif isinstance(image, str) and image.startswith("data:"):
             image = {"bytes": base64.b64decode(image.split(",")[-1])}
         return {"pixel_values": pixel_values(self.model, [image], self.image_processor).to(self.dtype)}
+
+    def _forward(self, model_inputs: Any, unknown_label: Any = None) -> Any:  # type: ignore[override]
+        if unknown_label is None:
+            return super()._forward(model_inputs)
+        base = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        name, layer = find_layer(base)
+        features = pooled_features(base, Head(name, layer.width, layer.input_width), **model_inputs)
+        answer = answer_of(layer, features)
+        return {"logits": answer.logits, "known": answer.known, "unknown": answer.unknown}
+
+    def postprocess(  # type: ignore[override]
+        self, model_outputs: Any, function_to_apply: Any = None, top_k: int = 5, unknown_label: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Logits → labels with their scores."""
+        if self.model.config.num_labels == 1 and function_to_apply is None:
+            function_to_apply = ClassificationFunction.SOFTMAX  # as `predict`, not the sigmoid of transformers
+        labels: list[dict[str, Any]] = super().postprocess(model_outputs, function_to_apply, top_k)
+        if unknown_label is not None and model_outputs["unknown"][0]:
+            labels.insert(0, {"label": unknown_label, "score": 1 - model_outputs["known"][0].item()})
+        return labels[:top_k]
+
+
+class _Answers(nn.Module):
+    """Pixel values → logits `(batch, C)`, position of the expert `(batch,)` and `known` `(batch,)`."""
+
+    def __init__(self, tuner: LucaModel) -> None:
+        super().__init__()
+        self.tuner, self.dtype = tuner, tuner.backbone.dtype
+        self.training = False  # eval() would change the mode of the model
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        answer = answer_of(self.tuner.layer, self.tuner.pooled_features(pixel_values.to(self.dtype)))
+        return answer.logits, answer.expert, answer.known
+
+
+def export_onnx(model: PeftModel, path: str | os.PathLike[str], processing_class: Any = None) -> None:
+    """
+    Writes backbone, experts and router as one ONNX graph, for every batch size. It maps `pixel_values` to `logits`,
+    `expert` (its position) and `known`. What else an answer needs is JSON in the metadata, under `peft_luca`:
+    `classes`, `experts`, `unknown_below`, `processor` (what the image processor does) and `images` (channels,
+    background and white of the images). Needs the packages onnx and onnxscript.
+
+    Args:
+        model ([`~peft.PeftModel`]), path (`str` or `PathLike`): The model, and the file to write.
+        processing_class (`BaseImageProcessor`, *optional*): The image processor. By default the experts' own.
+    """
+    tuner = tuner_of(model)
+    processor, images = processor_of(tuner.layer, processing_class), image_options(tuner.model)
+    example = make_pixels([Image.new("RGB", (256, 256))] * 2, processor, **images).to(tuner.backbone.device)
+    names: Any = {"input_names": ["pixel_values"], "output_names": ["logits", "expert", "known"]}
+    shapes = ({0: torch.export.Dim("batch")},)
+    program = torch.onnx.export(
+        _Answers(tuner), (example,), dynamo=True, dynamic_shapes=shapes, verbose=False, **names
+    )
+    assert program is not None  # as dynamo=True says
+    about = {
+        "classes": answering_classes(tuner.layer),
+        "experts": list(tuner.experts),
+        "unknown_below": tuner.router.options.unknown_below if tuner.router else 0.0,
+        "processor": processor_facts(processor),
+        "images": images,
+    }
+    program.model.metadata_props["peft_luca"] = json.dumps(about, ensure_ascii=False)
+    program.save(os.fspath(path))

@@ -6,7 +6,8 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import datasets
@@ -86,10 +87,11 @@ def _to_eight_bits(image: Image.Image, white_level: float | None) -> Image.Image
     return grey
 
 
-def make_pixels(images: Iterable[Any], processing_class: Any, **options: Any) -> Tensor:
-    """Images of any kind → pixel values, `(batch, channels, height, width)`. `options` are those of [`read_image`]."""
-    read = [read_image(image, **options) for image in images]
-    return processing_class(images=read, return_tensors="pt")["pixel_values"]
+def make_pixels(images: Iterable[Any], processing_class: Any, start: int = 0, **options: Any) -> Tensor:
+    """Images of any kind → pixel values, `(batch, channels, height, width)`. Errors count images from `start`."""
+    read = partial(read_image, **options)
+    upright = [read_named(image, read, f"at position {i}") for i, image in enumerate(images, start)]
+    return processing_class(images=upright, return_tensors="pt")["pixel_values"]
 
 
 def read_bytes(image: dict[str, Any]) -> bytes:
@@ -137,6 +139,26 @@ def _missing_source(path: str, error: Exception) -> str | None:
         return "its folder does not exist"
     except OSError as unreadable:
         return str(unreadable)
+
+
+def read_named(image: Any, read: Callable[..., Image.Image], name: str = "without a file name") -> Image.Image:
+    """Reads an image with `read`. An error names it by its path, or else by `name`."""
+    image = {"path": os.fspath(image)} if isinstance(image, str | os.PathLike) else image
+    try:
+        return read(image)
+    except Exception as error:  # decoders raise many kinds of errors for a broken file
+        if isinstance(error, MissingSourceError):
+            raise
+        name = (isinstance(image, dict) and image.get("path")) or name
+        raise ValueError(f"the image {name} cannot be read: {error!r}.") from error
+
+
+def find_image_column(dataset: Any, remedy: str = "pass image_column") -> str:
+    """Returns the name of the only image column."""
+    columns = [name for name, feature in (dataset.features or {}).items() if isinstance(feature, datasets.Image)]
+    if len(columns) != 1:
+        raise ValueError(f"found the columns of images {columns}; {remedy}, one of {dataset.column_names}")
+    return columns[0]
 
 
 def undecoded(dataset: Any, image_column: str) -> Any:

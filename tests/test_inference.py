@@ -3,7 +3,7 @@
 import base64
 import importlib.util
 import io
-import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +13,9 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features
 from datasets import Image as ImageFeature
-from helpers import SIDE, D, make_model, make_processor, make_trainer, make_vit, pixels
+from helpers import SIDE, make_model, make_processor, make_trainer, make_vit
 from PIL import Image
-from transformers import ViTImageProcessorPil, pipeline
+from transformers import BitImageProcessorPil, ViTImageProcessorPil, pipeline
 
 from peft_luca import (
     ImageCollator,
@@ -27,15 +27,10 @@ from peft_luca import (
     pixel_values,
     save_experts,
 )
-from peft_luca.routing import ROUTERS
 from peft_luca.tuner.backbone import processor_facts
 
 
-ROOT = Path(__file__).parent.parent
-needs_onnx = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
-    reason="needs onnx, onnxscript and onnxruntime: pip install peft-luca[onnx]",
-)
+EXAMPLES = Path(__file__).parent.parent / "examples"
 RNG = np.random.default_rng(0)
 COLORS = RNG.integers(0, 256, (SIDE, 2 * SIDE, 3), dtype=np.uint8)
 DEEP = RNG.integers(30_000, 60_000, (SIDE, 2 * SIDE)).astype(np.uint16)
@@ -113,8 +108,8 @@ def test_how_images_are_read_is_saved_with_the_experts(tmp_path):
     model = load_experts(make_vit(), tmp_path)
     clear, deep = Image.new("RGBA", (8, 8)), Image.fromarray(np.full((8, 8), 4095, np.uint16))
     processor = ViTImageProcessorPil(do_resize=False, do_normalize=False, do_rescale=False)
-    seen = pixel_values(model, [clear, deep], processor)
-    assert seen[:, :, 0, 0].tolist() == [[0x10, 0x20, 0x30], [255, 255, 255]]
+    pixels = pixel_values(model, [clear, deep], processor)
+    assert pixels[:, :, 0, 0].tolist() == [[0x10, 0x20, 0x30], [255, 255, 255]]
     with pytest.warns(UserWarning, match=r"'b' was trained with .*'white', .* with .*'#102030', .* as the first"):
         model.add_adapter("b", LucaConfig(classes=["y"], white_level=4095))
 
@@ -122,70 +117,77 @@ def test_how_images_are_read_is_saved_with_the_experts(tmp_path):
 def test_a_path_that_is_not_there_is_named():
     with pytest.raises(OSError, match=r"nowhere/1\.png"):
         asked(make_model({"a": ["x", "y"]}))("nowhere/1.png")
-    with pytest.raises(OSError, match="cannot identify image"):
+    with pytest.raises(ValueError, match=r"at position 0 cannot be read.*cannot identify image"):
         asked(make_model({"a": ["x", "y"]}))("data:image/png;base64," + base64.b64encode(io.BytesIO().read()).decode())
 
 
-# --- one graph for all ---
+# --- without an image processor, and of no known class ---
 
 
-def with_facts(router, base=None, processor=None):
-    """Two experts with statistics, as a trainer leaves them."""
-    model = make_model({"a": ["cat", "dog", "owl"], "b": ["sun", "moon"]}, base=base)
-    for name, config in model.peft_config.items():
-        config.processor = processor_facts(make_processor() if processor is None else processor)
-        features = torch.randn(60, D, generator=torch.Generator().manual_seed(len(name)))
-        labels = torch.arange(60) % len(config.classes)
-        model.collect_statistics(name, features + 3 * labels[:, None], labels, random_features=40)
-    layer = model.base_model.layer
-    for buffer in (layer.luca_reference_mean, layer.luca_reference_std):
-        buffer["b"].copy_(buffer["a"])
-    layer._experts = None
-    model.set_router(router)
+def knowing(**options):
+    """A routed model whose experts know their image processor."""
+    model = make_model({"a": ["cat", "dog"], "b": ["owl"]})
+    for config in model.peft_config.values():
+        config.processor = processor_facts(make_processor(resample=3))
+    model.set_router("entropy", **options)
     return model
 
 
-@needs_onnx
-@pytest.mark.parametrize(
-    "router",
-    [pytest.param(n, marks=() if n in ("auto", "nearest") else pytest.mark.slow) for n in ROUTERS if n != "oracle"],
+def test_the_pipeline_needs_no_image_processor_and_answers_as_predict():
+    model, images = knowing(), [Image.fromarray(COLORS), Image.fromarray(DEEP)]
+    for used in (model, model.get_base_model()):
+        classify = pipeline("image-classification", model=used, pipeline_class=LucaPipeline, device="cpu")
+        for answers, prediction in zip(classify(images, batch_size=2), model.predict(images, top_k=3), strict=True):
+            scores = {answer["label"]: answer["score"] for answer in answers}
+            assert scores == pytest.approx(prediction.top, abs=1e-6)
+    assert torch.equal(pixel_values(model, images), pixel_values(model, images, make_processor(resample=3)))
+
+
+def test_one_class_has_the_probability_that_predict_gives():
+    model = knowing()
+    model.set_adapter("b")
+    classify = pipeline("image-classification", model=model, pipeline_class=LucaPipeline, device="cpu")
+    assert classify(Image.fromarray(COLORS)) == [{"label": "owl", "score": 1.0}]
+
+
+@pytest.mark.parametrize("below", [0.0, 1.0])
+def test_the_pipeline_says_what_is_of_no_known_class_if_it_is_told_to(below):
+    model, images = knowing(unknown_below=below), [Image.fromarray(COLORS), Image.fromarray(DEEP)]
+    for used in (model, model.get_base_model()):
+        classify = pipeline("image-classification", model=used, pipeline_class=LucaPipeline, device="cpu")
+        for answers, plain, prediction in zip(
+            classify(images, unknown_label="unknown", batch_size=2),
+            classify(images, batch_size=2),
+            model.predict(images),
+            strict=True,
+        ):
+            unknown = [{"label": "unknown", "score": pytest.approx(1 - prediction.known, abs=1e-6)}]
+            assert answers == (unknown if below else []) + plain
+            assert prediction.unknown is bool(below)
+
+
+# --- a file without torch ---
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
+    reason="needs onnx, onnxscript and onnxruntime: pip install peft-luca[onnx]",
 )
-def test_every_router_is_exported_and_answered_from_without_torch(router, tmp_path):
-    model = with_facts(router)
-    export_onnx(model, tmp_path / "model.onnx")
-    rng = np.random.default_rng(0)
-    pictures = [Image.fromarray(rng.integers(0, 256, size, dtype=np.uint8)) for size in ((20, 31, 3), (16, 9, 4))]
-    files = [str(tmp_path / f"{i}.png") for i in range(2)]
-    for picture, file in zip(pictures, files, strict=True):
-        picture.save(file)
-    if router != "auto":  # the process is started once
-        return compare_graph(model, tmp_path / "model.onnx")
-    code = "import sys, runpy; runpy.run_path(sys.argv.pop(1), run_name='__main__'); assert 'torch' not in sys.modules"
-    command = [sys.executable, "-c", code, str(ROOT / "examples" / "onnx_predict.py"), str(tmp_path / "model.onnx")]
-    ran = subprocess.run([*command, *files], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    for line, file, wanted in zip(ran.stdout.splitlines(), files, model.predict(files), strict=True):
-        found = json.loads(line)
-        assert (found["image"], found["label"], found["expert"]) == (file, wanted.label, wanted.expert)
-        assert found["unknown"] == wanted.unknown
-        assert [found["probability"], found["known"]] == pytest.approx([wanted.probability, wanted.known], abs=1e-4)
-
-
-def compare_graph(model, path):
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    for batch in (1, 5):
-        x = pixels(batch)
-        wanted = model.route(x)
-        logits, expert, known, _ = session.run(None, {"pixel_values": x.numpy()})
-        np.testing.assert_allclose(logits, wanted.logits.numpy(), rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(known, wanted.known.numpy(), rtol=1e-3, atol=1e-4)
-        assert (expert == wanted.expert.numpy()).all()
-
-
-def test_what_no_graph_can_hold_is_refused(tmp_path):
-    model = with_facts("entropy")
-    model.set_router(lambda scores: -scores.amax(dim=2))
-    with pytest.raises(ValueError, match=r"needs a router with a name, got .* Call set_router"):
-        export_onnx(model, tmp_path / "model.onnx")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_example_answers_from_the_file_without_torch(tmp_path):
+    processor = BitImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": SIDE, "width": SIDE})
+    model = make_model({"a": ["cat", "dog"], "b": ["owl"]}, background="#204060")
+    model.set_router("entropy")
+    export_onnx(model, tmp_path / "model.onnx", processor)
+    for kind, (image, suffix, options) in KINDS.items():
+        image.save(tmp_path / f"{kind.replace(' ', '_')}.{suffix}", **options)
+    Image.fromarray(COLORS[:9, :7]).save(tmp_path / "odd.png")
+    paths = sorted(str(path) for path in tmp_path.iterdir() if path.suffix != ".onnx")
+    source = (EXAMPLES / "onnx_predict.py").read_text(encoding="utf-8")
+    script = f"import sys; sys.modules.update(torch=None, peft_luca=None, transformers=None)\n{source}"
+    command = [sys.executable, "-c", script, str(tmp_path / "model.onnx"), *paths]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    for line, path, expected in zip(said, paths, model.predict(paths, processing_class=processor), strict=True):
+        found = re.fullmatch(r"(.*): (\w+) (\S+) \(expert (\w)\)", line)
+        assert found.groups()[:2] + found.groups()[3:] == (path, expected.label, expected.expert)
+        assert float(found[3]) == pytest.approx(expected.probability, abs=1e-4)

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..preprocessing import MissingSourceError, image_size, make_pixels, random_crop_and_flip, read_image
+from ..preprocessing import image_size, make_pixels, random_crop_and_flip, read_image, read_named
 
 
 ROW = "__row__"  # the key of a row's number among its columns
@@ -49,7 +49,7 @@ class ImageCollator:
         if not rows:
             blank = make_pixels([Image.new("RGB", (32, 32))], self.processing_class, channels=self.channels)
             return {"pixel_values": blank, "labels": torch.tensor([-100])}
-        images, options = [self._read(row[self.image_column]) for row in rows], {}
+        images, options = [read_named(row[self.image_column], self.read) for row in rows], {}
         if self.augmentation:
             size, options = image_size(self.processing_class), {"do_resize": False, "do_center_crop": False}
             images = [random_crop_and_flip(images[i], *size, self._generator(row)) for i, row in enumerate(rows)]
@@ -65,15 +65,6 @@ class ImageCollator:
     def read(self, image: Any) -> Image.Image:
         """Reads an image of any kind; see [`~peft_luca.preprocessing.read_image`]."""
         return read_image(image, self.channels, self.background, self.white_level)
-
-    def _read(self, image: Any) -> Image.Image:
-        try:
-            return self.read(image)
-        except Exception as error:  # decoders raise many kinds of errors for a broken file
-            if isinstance(error, MissingSourceError) or not isinstance(image, dict):
-                raise
-            name = image.get("path") or "without a file name"
-            raise ValueError(f"the image {name} cannot be read: {error!r}.") from error
 
     def _generator(self, row: dict[str, Any]) -> torch.Generator | None:
         if self.view is None:

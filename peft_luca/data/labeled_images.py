@@ -110,14 +110,6 @@ class LabeledImages:
         return {path for path in paths.to_pylist() if path and (os.path.isabs(path) or "://" in path)}
 
 
-def find_image_column(dataset: Dataset) -> str:
-    """Returns the name of the only image column."""
-    columns: list[str] = [name for name, feature in dataset.features.items() if isinstance(feature, Image)]
-    if len(columns) != 1:
-        raise ValueError(f"found the columns of images {columns}; pass image_column, one of {dataset.column_names}")
-    return columns[0]
-
-
 def has_labels(dataset: Any, column: str) -> bool:
     """Whether some image has a label: test images of a competition have none, or -1."""
     if not isinstance(dataset, Dataset) or column not in dataset.features:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from ..preprocessing import find_image_column
 from ..utils import NAME_RULE, check_classes, list_names, pluralize, warn_about_spellings
-from .labeled_images import Indices, LabeledImages, find_image_column, has_labels, is_integer
+from .labeled_images import Indices, LabeledImages, has_labels, is_integer
 from .sources import SPLITS, DatasetLike, SingleDataset, load_splits
 
 

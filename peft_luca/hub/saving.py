@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..routing import Router, make_router
+from ..routing import ROUTERS, Router, make_router
 from ..routing.statistics import ClassStatistics
 from ..routing.statistics_routers import AutoRouter
 from ..tuner.backbone import check_backbone, warn_of_processor
@@ -97,13 +97,13 @@ def save_experts(
         names (`Sequence[str]`, *optional*): The experts to write; the manifest always lists all. All by default.
 
     Raises:
-        ValueError: the router is a function, or it needs the statistics that are left out.
+        ValueError: the router is a function or a class of one's own, or it needs the statistics that are left out.
     """
     tuner, folder = tuner_of(model), Path(directory).expanduser()
     names = list(tuner.experts) if names is None else names
-    if (router := tuner.router) is not None and router.name is None:
-        remedy = "Save with set_router(None), and set the function again after loading"
-        raise ValueError(f"the router is a function, which no file can hold. {remedy}.")
+    if (router := tuner.router) is not None and type(router) is not ROUTERS.get(str(router.name)):
+        remedy = f"Save with set_router(None), and call set_router with it again after loading: {router!r}"
+        raise ValueError(f"the router is code of your own, which no file can hold. {remedy}.")
     if router is not None and router.needs_statistics and not statistics:
         raise ValueError(f"the router {router.name!r} needs the experts' statistics: leave out statistics=False.")
     folder.mkdir(parents=True, exist_ok=True)

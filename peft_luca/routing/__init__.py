@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..utils import list_names
 from .label_space import LabelSpace
-from .router import Experts, Router, RouterOptions, RoutingOutput
+from .router import Experts, Router, RouterOptions, RoutingOutput, option
 from .score_routers import EnergyRouter, EntropyRouter, FunctionRouter, NearestRouter, OracleRouter, ScoreRouter
 from .statistics_routers import AutoRouter, GaussianRouter, LdaRouter, RidgeRouter, StatisticsRouter
 
@@ -67,4 +67,5 @@ __all__ = [
     "ScoreRouter",
     "StatisticsRouter",
     "make_router",
+    "option",
 ]

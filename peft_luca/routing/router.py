@@ -99,7 +99,7 @@ class RouterOptions:
     unknown_below: float = option(0.0, 0, 1)
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
+        for entry in (entry for entry in fields(self) if entry.metadata):
             value, low, choices = getattr(self, entry.name), entry.metadata["low"], entry.metadata["choices"]
             if choices:
                 if value not in choices:

@@ -43,6 +43,7 @@ STEPS = {
     "do_flip_channel_order": (),
     "data_config": (),  # of timm's
 }
+PROCESSOR_TYPE = "image_processor_type"  # the name of its class, among the facts of an image processor
 # Largest distance of [CLS] on the reference pictures, in deviations, at which another backbone still counts as the
 # same one. Other weights may be those of another dtype, which is measured as it rounds: of DINOv2-small float16 is
 # 0.0001 away, bfloat16 0.016 and int8 0.036. With the same weights nothing is rounded otherwise: other settings have
@@ -161,7 +162,8 @@ def processor_facts(processing_class: Any) -> dict[str, Any] | None:
     processor = getattr(processing_class, "image_processor", processing_class)
     settings = processor.to_dict() if hasattr(processor, "to_dict") else getattr(processor, "__dict__", {})
     names = [name for step, names in STEPS.items() if settings.get(step) for name in (step, *names)]
-    return _plain(settings, names) or None
+    facts = _plain(settings, names)
+    return {**facts, PROCESSOR_TYPE: settings.get(PROCESSOR_TYPE, type(processor).__name__)} if facts else None
 
 
 def _plain(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -183,11 +185,14 @@ def warn_of_processor(experts: Mapping[str, LucaConfig], processing_class: Any =
     here, whose = processor_facts(processing_class), "the one that is given"
     if here is None and known:
         here, whose = next(iter(known.values())), f"that of {next(iter(known))!r}"
-    differing = {name: there for name, there in known.items() if there != here}
-    if here and (moved := [_differences(there, here, {**there, **here}) for there in differing.values()]):
+    here = here or {}
+    # Not by the class alone, which files of earlier versions do not name.
+    names = [name for step, settings in STEPS.items() for name in (step, *settings)] if here else []
+    moved = {name: what for name, there in known.items() if (what := _differences(there, here, names))}
+    if moved:
         warnings.warn(
-            f"the experts {list_names(differing)} were trained with another image processor than {whose}: {moved[0]}. "
-            "They may be less accurate. Use the image processor of their training.",
+            f"the experts {list_names(moved)} were trained with another image processor than {whose}: "
+            f"{next(iter(moved.values()))}. They may be less accurate. Use the image processor of their training.",
             stacklevel=3,
         )
 

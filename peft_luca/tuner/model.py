@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,16 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
+from ..preprocessing import make_pixels
 from ..routing import Router, RoutingOutput, make_router
 from ..routing.evidence import collect_with_evidence
 from ..routing.statistics import DEFAULT_RANK, ClassStatistics
 from .backbone import BackboneFacts, is_identity, pooled_features
 from .config import LucaConfig
 from .head import Head
+from .layer import image_options
 from .peft_hooks import ExpertConfigs, PeftHooks, check_new_expert
-from .prediction import Prediction, predict
+from .prediction import Prediction, answer_of, list_images, predictions_of, processor_of
 from .reference import whitening
 
 
@@ -182,28 +185,6 @@ class LucaModel(PeftHooks):
                 stacklevel=2,
             )
 
-    def predict(
-        self, images: Any, top_k: int = 1, batch_size: int = 32, processing_class: Any = None
-    ) -> list[Prediction]:
-        """
-        Says of each image which class it shows, by the router that is set or else by the active expert.
-
-        Args:
-            images (`PIL.Image.Image`, `str`, `numpy.ndarray`, `dict`, list of them, or `datasets.Dataset`):
-                Images of any size and kind, as [`~peft_luca.preprocessing.read_image`] takes them. Of a dataset the
-                column of images is read.
-            top_k (`int`, *optional*, defaults to `1`): Number of classes in [`Prediction.top`].
-            batch_size (`int`, *optional*, defaults to `32`): Images per pass of the backbone.
-            processing_class (`BaseImageProcessor`, *optional*): By default the one of the experts' training images.
-
-        Returns:
-            `list` of [`Prediction`], one for each image.
-
-        Raises:
-            ValueError: an image cannot be read, or the experts do not know their image processor.
-        """
-        return predict(self, images, top_k, batch_size, processing_class)
-
     def pooled_features(self, pixel_values: Tensor, **options: Any) -> Tensor:
         """[CLS] of images, `(batch, channels, height, width)` → `(batch, d)`: one pass of the trunk, no expert."""
         if self.model.training:  # set by its own train(), past this one's
@@ -226,6 +207,33 @@ class LucaModel(PeftHooks):
     def route_features(self, features: Tensor, expert: Tensor | None = None) -> RoutingOutput:
         """As [`~LucaModel.route`], from [CLS] vectors `(batch, d)`."""
         return self.layer.route_features(features, expert)
+
+    @torch.no_grad()
+    def predict(
+        self, images: Any, top_k: int = 1, batch_size: int = 32, processing_class: Any = None
+    ) -> list[Prediction]:
+        """
+        Returns a [`Prediction`] for each image, of the router that is set or of the active expert.
+
+        Args:
+            images: A PIL image, array, path, or dict of `bytes` or `path`, any iterable of them, or a dataset.
+            top_k (`int`, *optional*, defaults to `1`): Number of classes in `top`.
+            batch_size (`int`, *optional*, defaults to `32`): Images per pass of the trunk.
+            processing_class (`BaseImageProcessor`, *optional*): The image processor. By default the experts' own.
+
+        Raises:
+            ValueError: an image cannot be read, which is named, or no expert knows its image processor.
+        """
+        if min(top_k, batch_size) < 1:
+            raise ValueError(f"top_k and batch_size must be at least 1, got {top_k} and {batch_size}.")
+        layer, processor, options = self.layer, processor_of(self.layer, processing_class), image_options(self.model)
+        backbone, rest = self.backbone, list_images(images)
+        predictions: list[Prediction] = []
+        while batch := list(islice(rest, batch_size)):
+            pixel_values = make_pixels(batch, processor, len(predictions), **options)
+            z = self.pooled_features(pixel_values.to(backbone.device, backbone.dtype))
+            predictions += predictions_of(layer, answer_of(layer, z), top_k)
+        return predictions
 
     def expert_logits(self, features: Tensor, name: str) -> Tensor:
         """One expert's logits of its own classes, `(batch, d)` → `(batch, K)`."""
@@ -300,7 +308,7 @@ class LucaModel(PeftHooks):
 if TYPE_CHECKING:
 
     class LucaPeftModel(PeftModel, LucaModel):  # type: ignore[misc, override]
-        """A [`~peft.PeftModel`] with LuCA experts: whatever it does not have itself is the tuner's."""
+        """A [`~peft.PeftModel`] with LuCA experts, for type checkers: it passes on the methods of [`LucaModel`]."""
 
 else:
     LucaPeftModel = PeftModel

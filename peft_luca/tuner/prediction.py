@@ -1,140 +1,112 @@
-"""`predict`: images of any kind -> what a model says of each. The image processor's facts come from the experts."""
+"""From images of any kind to predictions: what [`LucaModel.predict`] reads images with, and what it returns."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Any
 
-import datasets
-import numpy as np
 import torch
+import transformers
+from datasets import Dataset, DatasetDict, IterableDataset
 from PIL import Image
+from torch import Tensor
 from transformers.image_processing_backends import PilBackend
 
-from ..preprocessing import MissingSourceError, make_pixels, undecoded
-from .backbone import STEPS
-from .layer import find_layer, image_options
-
-
-# Steps that PilBackend takes. The others belong to single image processors.
-PLAIN_STEPS = ("do_resize", "do_center_crop", "do_pad", "do_rescale", "do_normalize")
+from ..preprocessing import find_image_column, undecoded
+from ..routing import RoutingOutput
+from .backbone import PROCESSOR_TYPE, STEPS
+from .layer import LucaLayer
 
 
 @dataclass(frozen=True)
 class Prediction:
     """
-    What a model says of one image.
+    The answer for one image. `print` shows it in one line.
 
     Attributes:
-        label (`str`): Name of the most probable class.
-        probability (`float`): Its probability, given that the image is of one of the classes.
-        expert (`str`, *optional*): The expert that answered. `None` if adapters are disabled.
-        known (`float`, *optional*): How familiar the image is, from 0 to 1, see [`RoutingOutput`]. `None` if no router
-            is set.
-        unknown (`bool`): Whether the router takes the image for one of no known class.
-        top (`dict`): The most probable classes and their probabilities, in descending order.
+        label (`str`), probability (`float`): The most probable class, by the softmax of the logits.
+        expert (`str`): The expert that answered.
+        known (`float`): Probability that the image is of any known class; see [`RoutingOutput`].
+        unknown (`bool`): Whether `known` is below the router's `unknown_below`.
+        top (`dict[str, float]`): The `top_k` most probable classes, with their probabilities.
     """
 
     label: str
     probability: float
-    expert: str | None
-    known: float | None
+    expert: str
+    known: float
     unknown: bool
     top: dict[str, float]
 
     def __str__(self) -> str:
-        classes = ", ".join(f"{label} {_percent(probability)}" for label, probability in self.top.items())
-        expert = f" (expert {self.expert})" if self.expert else ""
-        return f"unknown; nearest: {classes}{expert}" if self.unknown else f"{classes}{expert}"
+        classes = ", ".join(f"{label} {probability:.3g}" for label, probability in self.top.items())
+        return f"{'unknown, at best ' * self.unknown}{classes} (expert {self.expert}, known {self.known:.3g})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The attributes as plain values, for JSON."""
+        """Returns the fields as a dict that JSON holds."""
         return asdict(self)
 
 
-def _percent(probability: float) -> str:
-    return "<0.1%" if 0 < probability < 5e-4 else f"{probability:.1%}"
+def processor_of(layer: LucaLayer, processing_class: Any = None) -> Any:
+    """The image processor that is given, or one of transformers that does what that of the experts' training did."""
+    if processing_class is not None:
+        return getattr(processing_class, "image_processor", processing_class)
+    names = layer.configs if layer.router else layer.active_adapters
+    facts = next((facts for name in names if (facts := layer.configs[name].processor)), None)
+    remedy = "Pass the image processor of their training as processing_class (image_processor in a pipeline)."
+    if facts is None:
+        raise ValueError(f"the experts do not say by which image processor they see images. {remedy}")
+    special = facts.keys() & {"crop_pct", "rescale_offset", "do_flip_channel_order", "data_config"}
+    # Earlier versions did not write the name of the class.
+    kind = str(facts.get(PROCESSOR_TYPE, f"processor with {special.pop()}" if special else "ViTImageProcessor"))
+    found = getattr(transformers, f"{kind.removesuffix('Fast')}Pil", None)
+    if not (isinstance(found, type) and issubclass(found, PilBackend)):
+        raise ValueError(f"the experts were trained with a {kind}, which cannot be made from its settings. {remedy}")
+    settings = {**dict.fromkeys(STEPS, False), **facts, "do_convert_rgb": False}  # read_image has chosen the channels
+    return found(**{name: value for name, value in settings.items() if name != PROCESSOR_TYPE})
 
 
-def processor_of(model: Any) -> Any:
-    """
-    Makes the image processor of an expert's training images, from the facts that the experts keep. Raises a
-    `ValueError` if they have none, or if the processor has steps of its own.
-    """
-    facts = [config.processor for config in find_layer(model)[1].configs.values() if config.processor]
-    own_steps = [step for step in STEPS if step not in PLAIN_STEPS and facts and facts[0].get(step)]
-    odd = own_steps or [name for name in ("crop_pct", "rescale_offset") if facts and name in facts[0]]
-    if not facts or odd:
-        reason = f"their processor has {odd[0]}" if odd else "none of them was trained by a trainer with one"
-        raise ValueError(f"the experts do not say how their images were processed: {reason}. Pass processing_class=.")
-    return PilBackend(**facts[0])
+def list_images(images: Any) -> Iterator[Any]:
+    """Yields the images of all that [`LucaModel.predict`] accepts."""
+    if isinstance(images, DatasetDict):
+        raise TypeError(f"found the splits {list(images)}; pass one of them, such as images[{next(iter(images))!r}].")
+    if isinstance(images, (Dataset, IterableDataset)):
+        column = find_image_column(images, "pass images[column]")
+        rows = undecoded(images.select_columns([column]), column).with_format(None)
+        return (row[column] for row in rows)
+    is_one = isinstance(images, (str, os.PathLike, dict, Image.Image))
+    several: Iterable[Any] = [images] if is_one or getattr(images, "ndim", 4) < 4 else images  # an array of 4 is many
+    return iter(several)
 
 
-@torch.no_grad()
-def predict(
-    model: Any, images: Any, top_k: int = 1, batch_size: int = 32, processing_class: Any = None
-) -> list[Prediction]:
-    """See [`LucaModel.predict`]. `model` is the tuner."""
-    if top_k < 1 or batch_size < 1:
-        raise ValueError(f"top_k and batch_size must be at least 1, got {top_k} and {batch_size}.")
-    processor = processor_of(model) if processing_class is None else processing_class
-    options, rows, found = image_options(model), _each(images), list[Prediction]()
-    while batch := list(islice(rows, batch_size)):
-        pixels = torch.cat([_pixels(image, len(found) + i, processor, options) for i, image in enumerate(batch)])
-        found += _answer(model, pixels, top_k)
-    return found
+def answer_of(layer: LucaLayer, z: Tensor) -> RoutingOutput:
+    """[CLS] `(batch, d)` → the answer of the router that is set, otherwise of the active expert over its classes."""
+    if layer.disable_adapters or not layer.active_adapters:
+        raise ValueError("the experts are disabled: leave disable_adapter(), or call the model for its own head.")
+    if layer.router is not None:
+        routed = layer.route_features(z)
+        return routed if routed.known is not None else routed._replace(known=routed.confidence)
+    name = layer.active_adapters[0]
+    logits = layer.expert_logits(z, name)
+    posterior = logits.float().softmax(dim=-1)
+    entropy, confidence = torch.special.entr(posterior).sum(dim=-1), posterior.amax(dim=-1)
+    expert = torch.full_like(confidence, list(layer.configs).index(name), dtype=torch.int64)
+    return RoutingOutput(logits, expert, entropy, None, confidence, torch.zeros_like(expert).bool(), confidence)
 
 
-def _answer(model: Any, pixels: torch.Tensor, top_k: int) -> list[Prediction]:
-    backbone, layer = model.backbone, model.layer
-    pixels = pixels.to(backbone.device, backbone.dtype)
-    names: list[Any] = list(model.experts)
-    if model.router is not None and not layer.disable_adapters:
-        routed = model.route(pixels)
-        logits, chosen, unknown = routed.logits, routed.expert.tolist(), routed.unknown.tolist()
-        known = [None] * len(chosen) if routed.known is None else routed.known.tolist()
-        labels = list(model.classes)
-    else:
-        was_training = model.training
-        model.eval()
-        logits = model(pixels).logits
-        model.train(was_training)
-        chosen = [None if layer.disable_adapters else names.index(model.active_adapters[0])] * len(pixels)
-        known, unknown = [None] * len(pixels), [False] * len(pixels)
-        labels = [model.model.config.id2label[i] for i in range(logits.shape[1])]
-    top = torch.softmax(logits.float(), dim=1).topk(min(top_k, len(labels)), dim=1)
-    predictions = []
-    for i, (values, places) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True)):
-        classes = {labels[place]: value for place, value in zip(places, values, strict=True)}
-        expert = None if chosen[i] is None else names[chosen[i]]
-        predictions.append(Prediction(labels[places[0]], values[0], expert, known[i], unknown[i], classes))
-    return predictions
+def answering_classes(layer: LucaLayer) -> tuple[str, ...]:
+    """The classes of the logits: of all experts with a router, otherwise of the active expert."""
+    return layer.label_space.classes if layer.router else tuple(layer.configs[layer.active_adapters[0]].classes or ())
 
 
-def _each(images: Any) -> Iterator[Any]:
-    """The images one by one: of a dataset those of its image column."""
-    if isinstance(images, (datasets.Dataset, datasets.IterableDataset)):
-        columns = [name for name, kind in (images.features or {}).items() if isinstance(kind, datasets.Image)]
-        if len(columns) != 1:
-            raise ValueError(f"the dataset must have one column of images, but has {len(columns)}: {columns}.")
-        return (row[columns[0]] for row in undecoded(images.select_columns(columns), columns[0]))
-    if isinstance(images, (str, os.PathLike, Image.Image)) or (isinstance(images, np.ndarray) and images.ndim < 4):
-        return iter([images])
-    if isinstance(images, dict) and not {"bytes", "path"} & set(images):
-        raise ValueError(f"images has the splits or columns {', '.join(map(repr, images))}: pass one of them.")
-    if isinstance(images, dict) or not isinstance(images, Iterable):
-        return iter([images])
-    return iter(images)
-
-
-def _pixels(image: Any, position: int, processor: Any, options: dict[str, Any]) -> torch.Tensor:
-    try:
-        return make_pixels([image], processor, **options)
-    except Exception as error:  # decoders raise many kinds of errors for a broken file
-        if isinstance(error, MissingSourceError):
-            raise
-        path = image.get("path") if isinstance(image, dict) else image if isinstance(image, (str, os.PathLike)) else ""
-        raise ValueError(f"image {position} {path or ''} cannot be read: {error!r}".replace("  ", " ")) from error
+def predictions_of(layer: LucaLayer, answer: RoutingOutput, top_k: int) -> Iterator[Prediction]:
+    """Yields the prediction for each image of a batch."""
+    logits, order = answer.logits.float().sort(dim=-1, descending=True, stable=True)  # of equal ones as argmax does
+    classes, experts = answering_classes(layer), list(layer.configs)
+    columns = order[:, :top_k], logits.softmax(dim=-1)[:, :top_k], answer.expert, answer.known, answer.unknown
+    rows = zip(*(torch.as_tensor(column).tolist() for column in columns), strict=True)
+    for ids, probabilities, expert, known, unknown in rows:
+        top = {classes[i]: probability for i, probability in zip(ids, probabilities, strict=True)}
+        yield Prediction(classes[ids[0]], probabilities[0], experts[expert], known, unknown, top)

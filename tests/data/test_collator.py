@@ -54,7 +54,7 @@ def test_a_bad_image_is_named():
         collator([{"image": {"bytes": b"no image", "path": "photos/7.jpg"}}])
     with pytest.raises(ValueError, match="the image without a file name cannot be read"):
         collator([{"image": {"bytes": b"no image", "path": None}}])
-    with pytest.raises(TypeError, match="found a int; needed a PIL image"):
+    with pytest.raises(ValueError, match="found a int; needed a PIL image"):
         collator([{"image": 1}])
     with pytest.raises(MissingSourceError):
         collator([{"image": {"bytes": None, "path": "/nowhere/1.png"}}])

@@ -169,7 +169,7 @@ def test_what_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match=r"current supported adapter names are \['zeta', 'alpha'\] - got \['x'\]"):
         save_expert(model, "x", tmp_path / "o")
     model.set_router(lambda scores: scores.amax(dim=2))
-    with pytest.raises(ValueError, match="the router is a function, which no file can hold"):
+    with pytest.raises(ValueError, match="the router is code of your own, which no file can hold"):
         save_experts(model, tmp_path / "o")
     model.set_router("gaussian")
     with pytest.raises(ValueError, match="the router 'gaussian' needs the experts' statistics"):

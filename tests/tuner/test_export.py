@@ -2,14 +2,19 @@
 
 import copy
 import importlib.util
+import json
 
 import numpy as np
 import pytest
 import torch
-from helpers import ANIMALS, SKIES, expert_config, logits, pictures, tiny_vit, with_experts
+from helpers import ANIMALS, SKIES, expert_config, files_in, logits, pictures, tiny_vit, with_experts
 from peft import PeftModel
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from transformers import ViTImageProcessorPil
+
+from peft_luca import export_onnx
+from peft_luca.routing import ROUTERS, ScoreRouter
 
 
 DISJOINT = {"animals": ANIMALS, "skies": SKIES}
@@ -21,6 +26,7 @@ def cases(*pairs):
     return pytest.mark.parametrize(("experts", "router"), pairs)
 
 
+BY_STATISTICS = ("auto", "gaussian", "lda", "ridge")
 BATCH = {0: torch.export.Dim("batch")}
 
 
@@ -33,12 +39,24 @@ def _fresh_dynamo():
 
 def routed(experts, router):
     model = with_experts(**experts)
-    if router == "gaussian":
-        for name, classes in experts.items():
-            features = torch.randn(40, 16, generator=torch.Generator().manual_seed(len(name)))
-            model.collect_statistics(name, features, torch.arange(40) % len(classes))
+    for name, classes in experts.items() if router in BY_STATISTICS else ():
+        features = torch.randn(40, 16, generator=torch.Generator().manual_seed(len(name)))
+        model.collect_statistics(name, features, torch.arange(40) % len(classes), random_features=32)
     model.set_router(router)
     return model
+
+
+class Margin(ScoreRouter):
+    """A router of someone else's, outside the package."""
+
+    name = "margin"
+
+    def cost(self, scores):
+        best = scores.topk(2, dim=-1).values
+        return best[..., 1] - best[..., 0]
+
+
+MARGIN = Margin(temperature=2.0)
 
 
 class OnlyLogits(nn.Module):
@@ -56,7 +74,12 @@ def exportable(model):
     return OnlyLogits(model.get_base_model()).eval()
 
 
-@cases((SHARED, "entropy"), (DISJOINT, "gaussian"))
+SLOW = [
+    pytest.param(SHARED, router, marks=pytest.mark.slow) for router in ("lda", "ridge", "nearest", "energy", "entropy")
+]
+
+
+@cases((SHARED, "entropy"), (DISJOINT, "gaussian"), *SLOW[:3])
 def test_compile_is_one_graph_for_every_batch_size(experts, router):
     model = routed(experts, router)
     counter = CompileCounter()
@@ -86,26 +109,41 @@ def test_compiled_training_has_the_same_gradients():
             torch.testing.assert_close(one.grad, other.grad, msg=name)
 
 
+@pytest.mark.parametrize("router", [*sorted(set(ROUTERS) - {"oracle"}), MARGIN])
+def test_every_router_is_exported_for_every_batch_size(router):
+    model = routed(SHARED, router)
+    program = torch.export.export(exportable(model), (pictures(3),), dynamic_shapes=(BATCH,)).module()
+    for batch in (1, 3, 64):
+        expected = logits(model, pictures(batch))
+        torch.testing.assert_close(program(pictures(batch)).detach(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
     reason="needs onnx, onnxscript and onnxruntime: pip install peft-luca[onnx]",
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@cases((SHARED, None), (DISJOINT, "entropy"), (SHARED, "gaussian"))
-def test_export_and_onnx(experts, router, tmp_path):
+@cases((SHARED, None), (SHARED, "auto"), *SLOW)
+def test_onnx_has_the_logits_the_expert_and_whether_it_is_known(experts, router, tmp_path):
     import onnxruntime
 
-    model = routed(experts, router)
-    program = torch.export.export(exportable(model), (pictures(3),), dynamic_shapes=(BATCH,))
-    path = tmp_path / "model.onnx"
-    torch.onnx.export(program, (), path, dynamo=True, verbose=False, optimize=True)
+    model, path = routed(experts, router), tmp_path / "model.onnx"
+    export_onnx(model.train(), path, ViTImageProcessorPil(size={"height": 8, "width": 8}))
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     for batch in (1, 3, 64):
-        expected = logits(model, pictures(batch))
-        torch.testing.assert_close(program.module()(pictures(batch)).detach(), expected, rtol=1e-5, atol=1e-5)
-        (answer,) = session.run(None, {session.get_inputs()[0].name: pictures(batch).numpy()})
-        np.testing.assert_allclose(answer, expected.numpy(), rtol=1e-4, atol=1e-4)
-        assert (answer.argmax(axis=1) == expected.numpy().argmax(axis=1)).all()
+        answer, expert, known = session.run(None, {"pixel_values": pictures(batch).numpy()})
+        np.testing.assert_allclose(answer, logits(model, pictures(batch)).numpy(), rtol=1e-4, atol=1e-4)
+        if router:
+            routing = model.route(pictures(batch))
+            assert expert.tolist() == routing.expert.tolist()
+            np.testing.assert_allclose(known, routing.known.numpy(), atol=1e-4)
+    assert files_in(tmp_path) == ["model.onnx"]
+    about = json.loads(session.get_modelmeta().custom_metadata_map["peft_luca"])
+    assert about["classes"] == list(model.classes if router else experts["animals"])
+    assert about["experts"] == list(experts)
+    assert about["unknown_below"] == (0.05 if router in BY_STATISTICS else 0.0)
+    assert about["images"] == {"channels": 3, "background": "white", "white_level": None}
+    assert about["processor"]["size"] == {"height": 8, "width": 8}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao: pip install torchao")
