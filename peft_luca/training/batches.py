@@ -74,13 +74,23 @@ def print_line(args: Any, line: str) -> None:
         logger.info(line) if args.disable_tqdm else tqdm.write(line)
 
 
+def half_precision(args: Any) -> torch.dtype | None:
+    """The type in which `bf16=True` or `fp16=True` lets the backbone compute. Its weights stay as they are."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+
+
 def make_extractor(tuner: LucaModel, collator: ImageCollator, args: Any, writes: bool = True) -> FeatureExtractor:
     """What computes [CLS] of images, as the arguments say."""
     settings = args.per_device_eval_batch_size, args.dataloader_num_workers, args.features_dtype, args.on_bad_image
     names = ("pin_memory", "multiprocessing_context", "prefetch_factor")
     options = args.disable_tqdm, {name: getattr(args, f"dataloader_{name}") for name in names}
 
+    half, read = half_precision(args), tuner.pooled_features
+    if args.torch_compile:  # dynamic, because the last batch is smaller
+        read = torch.compile(read, backend=args.torch_compile_backend, mode=args.torch_compile_mode, dynamic=True)
+
     def pooled_features(pixels: torch.Tensor) -> torch.Tensor:
-        return tuner.pooled_features(pixels.to(args.device, tuner.backbone.dtype))
+        with torch.autocast(args.device.type, half, enabled=half is not None):
+            return read(pixels.to(args.device, tuner.backbone.dtype))
 
     return FeatureExtractor(pooled_features, collator, *settings, writes, *options)

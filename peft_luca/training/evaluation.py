@@ -21,7 +21,7 @@ from ..routing import make_router
 from ..tuner.model import LucaModel
 from ..utils import explain_write_errors
 from . import metrics
-from .batches import make_extractor, print_line
+from .batches import half_precision, make_extractor, print_line
 from .metrics import MEASURED, Floats, Measured, Record
 
 
@@ -121,7 +121,9 @@ class TaskFeatures:
         collator = replace(self.trainer.data_collator, label_ids=None, **options)
         key, images = "", self._digest(task, split)
         if self.args.process_index == 0:
-            key = features_key(self.trainer.tuner.backbone, collator, images, self.args.features_dtype)
+            half = half_precision(self.args)
+            dtype = self.args.features_dtype + (f" computed in {half}" if half else "")
+            key = features_key(self.trainer.tuner.backbone, collator, images, dtype)
         (key,) = broadcast_object_list([key])
         return Path(self.args.features_cache_dir or default_cache_dir()) / f"{key}.safetensors", collator
 
