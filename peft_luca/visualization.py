@@ -49,7 +49,8 @@ Facts: TypeAlias = Mapping[str, Any]
 
 def accuracy_matrix(results: Facts) -> Figure:
     """Accuracy on every task (columns) after every stage (rows), routed, in per cent."""
-    matrix, names = _measured(results.get("accuracy_matrix") or [[]]), [t["name"] for t in results.get("tasks", ())]
+    matrix = _measured(results.get("accuracy_matrix") or [[]])
+    names = ["" if task.get("deleted") else task["name"] for task in results.get("tasks", ())]
     figure, (axes,) = _figure(4.8, 4.0, xlabel="task", ylabel="after", title="Accuracy, routed (%)")
     _heat(axes, 100 * matrix, names, names)
     return figure
