@@ -49,7 +49,8 @@ Facts: TypeAlias = Mapping[str, Any]
 
 def accuracy_matrix(results: Facts) -> Figure:
     """Accuracy on every task (columns) after every stage (rows), routed, in per cent."""
-    matrix, names = _measured(results.get("accuracy_matrix") or [[]]), [t["name"] for t in results.get("tasks", ())]
+    matrix = _measured(results.get("accuracy_matrix") or [[]])
+    names = ["" if task.get("deleted") else task["name"] for task in results.get("tasks", ())]
     figure, (axes,) = _figure(4.8, 4.0, xlabel="task", ylabel="after", title="Accuracy, routed (%)")
     _heat(axes, 100 * matrix, names, names)
     return figure
@@ -158,8 +159,8 @@ def class_confusion(report: Facts, limit: int = NAMED) -> Figure:
     pairs = report["confused"][:limit]
     title = "Classes that are confused most" if pairs else "no class is taken for another"
     figure, (axes,) = _figure(6.4, 1.2 + 0.3 * len(pairs), xlabel="% of the class's images", title=title)
-    axes.barh(range(len(pairs)), [100 * pair["share"] for pair in pairs], color=COLORS[1])
-    axes.set_yticks(range(len(pairs)), [_plain(f"{pair['class']} → {pair['predicted']}") for pair in pairs])
+    names = [_plain(f"{pair['class']} → {pair['predicted']}") for pair in pairs]
+    axes.barh(names, [100 * pair["share"] for pair in pairs], color=COLORS[1])
     axes.invert_yaxis()
     return figure
 

@@ -106,6 +106,8 @@ def test_tasks_are_named_in_the_accuracy_matrix():
     axes = plots.accuracy_matrix({**RESULTS, "tasks": [{"name": name} for name in names]}).axes[0]
     for ticks in (axes.get_xticklabels(), axes.get_yticklabels()):
         assert [tick.get_text() for tick in ticks] == names
+    tasks = [{"name": name, "deleted": True} if name == "trains" else {"name": name} for name in names]
+    assert "trains" not in texts(plots.accuracy_matrix({**RESULTS, "tasks": tasks}))
 
 
 def test_the_most_confused_classes_are_named_as_they_are_written():

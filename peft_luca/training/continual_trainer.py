@@ -286,10 +286,8 @@ class ContinualTrainer(ReportingTrainer):
         return super().predict(self.stream.match(test_dataset), *args, **kwargs)
 
     def features(self, task: Task, split: str) -> FeatureDataset:
-        """
-        [CLS] (images, d) of a task's `"train"` or `"test"` images, with the stream's global labels, computed once and
-        kept in `args.features_cache_dir`. With several processes all must call it.
-        """
+        """[CLS] (images, d) of a task's `"train"` or `"test"` images, with the stream's global labels, from the cache.
+        With several processes all must call it."""
         return self.task_features.get(task, split)
 
     def results(self) -> dict[str, Any]:

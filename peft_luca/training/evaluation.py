@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from .batches import half_precision, make_extractor, print_line
 from .metrics import MEASURED, Floats, Measured, Record
 
 
-BATCH = 4096  # features are a memory map of any size
+BATCH = 1024  # features are a memory map of any size
 
 
 class TaskFeatures:
@@ -148,21 +148,40 @@ def measure_stage(
     measured: `accuracy` over all classes, routed; `routing`, the share of images for which the router chose the task's
     own expert; `task_known`, that expert's accuracy over its classes; `entropy`, as `accuracy` by the paper's router.
     """
-    experts, paper = list(tuner.experts), make_router("entropy")
-    shares: list[list[float | None]] = []
-    for name in names:
-        images, right = len(tests.get(name, ())), torch.zeros(len(MEASURED), dtype=torch.long)
-        size = max(1, images) if whole else BATCH
-        for rows in (slice(start, start + size) for start in range(0, images, size)):
-            z, labels = tests[name].features[rows].to(device), tests[name].labels[rows]
-            routed, known = tuner.route_features(z), tuner.expert_logits(z, name).argmax(1).cpu() == labels
-            by_entropy = routed if tuner.router == paper else tuner.layer.route_features(z, router=paper)
-            labels = tuner.layer.label_space.own[name].cpu()[labels]
-            is_right, is_right_by_entropy = (by.logits.argmax(1).cpu() == labels for by in (routed, by_entropy))
-            is_routed = routed.expert.cpu() == experts.index(name)
-            right += torch.stack([is_right, is_routed, known, is_right_by_entropy]).sum(dim=1)
-        shares.append([count / images if images else None for count in right.tolist()])
+    places, paper = {name: place for place, name in enumerate(tuner.experts)}, make_router("entropy")
+    images = [len(tests.get(name, ())) for name in names]
+    right = torch.zeros(len(names), len(MEASURED), dtype=torch.long)
+    for batch in _batches(images, whole):
+        z = torch.cat([tests[names[task]].features[rows] for task, rows in batch]).to(device)
+        routed = tuner.route_features(z)
+        by_entropy = routed if tuner.router == paper else tuner.layer.route_features(z, router=paper)
+        predicted, as_paper = (output.logits.argmax(1).cpu() for output in (routed, by_entropy))
+        start = 0
+        for task, rows in batch:
+            name, labels = names[task], tests[names[task]].labels[rows]
+            here, own = slice(start, start := start + len(labels)), tuner.layer.label_space.own[name].cpu()[labels]
+            known = tuner.expert_logits(z[here], name).argmax(1).cpu() == labels
+            columns = [predicted[here] == own, routed.expert.cpu()[here] == places[name], known, as_paper[here] == own]
+            right[task] += torch.stack(columns).sum(dim=1)
+    shares = [[c / n if n else None for c in row] for row, n in zip(right.tolist(), images, strict=True)]
     return {column: [share[i] for share in shares] for i, column in enumerate(MEASURED)}
+
+
+def _batches(images: Sequence[int], whole: bool) -> Iterator[list[tuple[int, slice]]]:
+    """Tasks and their rows, of several tasks together, since each batch calls all experts; `whole`: of one task."""
+    batch: list[tuple[int, slice]] = []
+    room = BATCH
+    for task, count in enumerate(images):
+        start = 0
+        while start < count:
+            stop = count if whole else min(count, start + room)
+            batch.append((task, slice(start, stop)))
+            room, start = room - (stop - start), stop
+            if whole or not room:
+                yield batch
+                batch, room = [], BATCH
+    if batch:
+        yield batch
 
 
 @torch.no_grad()

@@ -141,8 +141,7 @@ class ExpertTrainer(PublishingTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As [`~transformers.Trainer.train`]. Raises a `FloatingPointError` if a loss or weight is not finite."""
-        tuner = self.tuner
-        config = tuner.peft_config[self.expert]
+        tuner, config = self.tuner, self.tuner.peft_config[self.expert]
         warn_of_processor(tuner.layer.configs, self.processing_class)
         config.processor = processor_facts(self.processing_class) or config.processor
         if self.new_expert:

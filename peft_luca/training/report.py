@@ -45,16 +45,14 @@ class ReportingTrainer(PublishingTrainer):
         labels, predicted = torch.cat([torch.zeros(2, 0, dtype=torch.long), *parts], dim=1).numpy()
         ids = (labels[labels == predicted], predicted, labels)
         right, answers, images = (np.bincount(column, minlength=len(names)) for column in ids)
-        rows = zip(names, share(right, answers), share(right, images), images.tolist(), strict=True)
+        shares = (map(or_none, share(right, whole)) for whole in (answers, images))
+        columns = dict(zip(("class", "precision", "recall", "images"), (names, *shares, images.tolist()), strict=True))
         pairs: dict[tuple[int, int], list[tuple[str, int]]] = {}
         for row in np.flatnonzero(labels != predicted):
             pairs.setdefault((labels[row], predicted[row]), []).append(places[row])
         confused = sorted(pairs.items(), key=lambda pair: -len(pair[1]))
         return {
-            "classes": [
-                {"class": name, "precision": or_none(precision), "recall": or_none(recall), "images": count}
-                for name, precision, recall, count in rows
-            ],
+            "classes": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
             "confused": [
                 {"class": names[label], "predicted": names[other], "images": len(found)}
                 | {"share": len(found) / int(images[label]), "examples": found[:EXAMPLES]}
@@ -82,14 +80,14 @@ class ReportingTrainer(PublishingTrainer):
         pictures, and images of the classes that are confused most. Returns its path.
         """
         (tests, images), report, results = self._tests(), self.class_report(), self.results()
-        figures = visualization.of_a_run(results, self.model, tests, images, report)
-        pictures, options = [_embed(visualization.png(figure)) for _, figure in figures], image_options(self.model)
-        for pair in report["confused"][:PAIRS]:
-            pair["pictures"] = [_thumbnail(images[task][row], options) for task, row in pair["examples"]]
-        template = Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
-        facts = {"name": self.folder.path.name, "labels": FIGURES, "pairs": PAIRS}
-        page = template.render(results=results, report=report, pictures=pictures, **facts)
         if self.is_world_process_zero():
+            figures = visualization.of_a_run(results, self.model, tests, images, report)
+            pictures, options = [_embed(visualization.png(figure)) for _, figure in figures], image_options(self.model)
+            for pair in report["confused"][:PAIRS]:
+                pair["pictures"] = [_thumbnail(images[task][row], options) for task, row in pair["examples"]]
+            template = Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
+            facts = {"name": self.folder.path.name, "labels": FIGURES, "pairs": PAIRS}
+            page = template.render(results=results, report=report, pictures=pictures, **facts)
             self.folder.save_file(REPORT_NAME, page.encode())
         return self.folder.path / REPORT_NAME
 

@@ -113,10 +113,8 @@ class RunFolder:
     ) -> list[Record]:
         """
         The records of the run in the folder, none where there is no run. `known` are those that this run has already.
-        With `refuse`, a run of which none is known is not resumed.
-
-        Raises:
-            ValueError: the folder holds a run of another stream or of other settings, or experts of no run.
+        Raises a `ValueError` for a run of another stream or of other settings, for experts of no run, and, with
+        `refuse`, for a run of which none is known.
         """
         results = self.results(known)
         records, found = results.get("tasks") or [], ""
