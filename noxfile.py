@@ -1,6 +1,6 @@
 """
-The test suite on the lowest and on the highest versions of what peft_luca depends on: `nox -s lowest highest`. What
-comes behind `--` goes to pytest: `nox -s lowest -- -n 2`.
+The test suite on every Python (`nox -s pythons`), and on the lowest and the highest versions of what peft_luca depends
+on (`nox -s lowest highest`). What comes behind `--` goes to pytest: `nox -s lowest -- -n 2`.
 
 A lower bound in pyproject.toml may be moved only together with a green run of `lowest`. `highest` takes the newest of
 everything, and so a torch for CUDA. Where a CPU build is wanted, pip's own variable holds it back:
@@ -14,13 +14,14 @@ pre-release), so that there is no session for them: `pip install git+https://git
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import nox
-import tomllib
 
 
-nox.options.sessions = ["lowest", "highest"]
+nox.options.sessions = ["pythons", "lowest", "highest"]
+PYTHONS = ("3.11", "3.12", "3.13")
 ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -29,6 +30,12 @@ def lower_bounds() -> list[str]:
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
     found = [re.fullmatch(r"([\w-]+)>=([\d.]+)", dependency) for dependency in project["dependencies"]]
     return [f"{match[1]}=={match[2]}" for match in found if match]
+
+
+@nox.session(python=PYTHONS)
+def pythons(session: nox.Session) -> None:
+    session.install("-c", "constraints.txt", "-e", ".[dev]")
+    session.run("python", "-m", "pytest", *session.posargs, env=ENV)
 
 
 @nox.session
