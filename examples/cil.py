@@ -104,6 +104,8 @@ def main() -> None:
         trainer = train(example, args, config, digits() if example.dataset == DIGITS else None)
     except (ValueError, OSError) as error:  # what was asked for cannot be done: that is all there is to say
         sys.exit(f"cil.py: {error}")
+    except KeyboardInterrupt:  # the trainer has said what is finished
+        sys.exit(130)
     baseline = class_means(trainer)
     if trainer.is_world_process_zero():
         print(table(trainer.results(), baseline))

@@ -75,11 +75,13 @@ def load_backbone(name: str, dtype: str = "float32") -> Any:
     """An image classifier, whose head the experts take the place of: nothing is said of a head that is new."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         options: Any = {"dtype": getattr(torch, dtype), "output_loading_info": True}
         model, found = AutoModelForImageClassification.from_pretrained(name, **options)
     finally:
         logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()
     if lacking := sorted(key for key in found["missing_keys"] if not key.startswith("classifier.")):
         sys.stderr.write(f"warning: {name} has no weights for {', '.join(lacking[:5])}, which are random now\n")
     return model

@@ -319,26 +319,6 @@ def test_tsne_sees_the_images_of_the_last_task_after_each_step(bench):
     assert (panel["cosines"], panel["class means"], len(panel["points"])) == ([[1, 0], [0, 1]], 1.0, 8)
 
 
-def test_leaving_an_image_out_equals_fitting_without_it():
-    torch.manual_seed(0)
-    y = torch.tensor([0] * 6 + [1] * 9 + [2] * 4)
-    x = torch.randn(len(y), 5).double() + y[:, None]
-    # The sphere's size is that of all images, so that the sphere is kept small here.
-    alpha, gamma = partial(calibration.shrinkage, "root of images", 0.01), 1e-5
-    distances, volumes = calibration.left_out(x, y, alpha, gamma)
-    for i in (0, 7, 18):
-        rest = torch.arange(len(y)) != i
-        means = torch.stack([x[rest][y[rest] == k].mean(0) for k in range(3)])
-        scatter = torch.stack([(part := x[rest][y[rest] == k] - means[k]).T @ part for k in range(3)])
-        counts = y[rest].bincount().double()
-        for k, share in enumerate(1 - alpha(counts - 1)):
-            covariance = share * scatter[k] / (counts[k] - 1) + (1 - share) * scatter.sum(0) / (len(y) - 1 - 3)
-            covariance = (1 - gamma) * covariance + gamma * covariance.diagonal().mean() * torch.eye(5).double()
-            away = x[i] - means[k]
-            assert float(distances[i, k]) == pytest.approx(float(away @ covariance.inverse() @ away), rel=1e-3)
-            assert float(volumes[i, k]) == pytest.approx(float(torch.logdet(covariance)), abs=1e-3)
-
-
 def test_the_choice_follows_from_the_measurements_and_the_package_from_the_choice():
     ranked = calibration.choose([read(RESULTS / f"strengths_{name}.json") for name in ("digits", "emoji", "letters")])
     best = next(row for row in ranked if calibration.may_be_chosen(row))

@@ -12,7 +12,7 @@ from string import Template
 import pytest
 import report
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from PIL import Image
 from transformers import TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
@@ -212,6 +212,8 @@ def test_every_public_name_is_in_the_reference_and_has_a_docstring():
     for name in PUBLIC:
         thing = getattr(peft_luca, name)
         assert thing.__doc__
+        if thing is PeftModel:  # LucaPeftModel, which is a class of its own for type checkers alone
+            continue
         for method, value in vars(thing).items() if isinstance(thing, type) else ():
             inherited = any(hasattr(base, method) for base in thing.__mro__[1:])
             if callable(value) and not method.startswith("_") and not inherited:

@@ -66,7 +66,7 @@ def test_only_json_and_safetensors_are_written(demonstration):
     files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     own = ("adapter_config.json", "adapter_model.safetensors", "statistics.safetensors")
     adapters = [f"task_{t}/{name}" for t in range(5) for name in own]
-    assert files == sorted([*adapters, "experts.json", "preprocessor_config.json", "results.json"])
+    assert files == sorted([*adapters, "experts.json", "matrix.jsonl", "preprocessor_config.json", "results.json"])
 
 
 def test_running_it_again_goes_on_and_changes_nothing(demonstration, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """What must hold, always: a section for each point of the list. Killed runs are in tests/training/."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -268,10 +269,16 @@ def test_8_an_expert_refuses_a_backbone_on_which_it_was_not_trained(run):
 def test_9_a_run_writes_safetensors_and_json_and_nothing_else(run):
     _, folder = run
     adapter = ("adapter_config.json", "adapter_model.safetensors", "statistics.safetensors")
-    expected = [f"task_{t}/{file}" for t in range(3) for file in adapter] + ["experts.json", "results.json"]
+    expected = [f"task_{t}/{file}" for t in range(3) for file in adapter] + [
+        "experts.json",
+        "matrix.jsonl",
+        "results.json",
+    ]
     assert files_in(folder) == sorted(expected)
     for file in files_in(folder):
-        assert read_json(folder / file) if file.endswith(".json") else load_file(folder / file)
+        text = (folder / file).read_text(encoding="utf-8").splitlines() if file.endswith(".jsonl") else []
+        assert all(json.loads(line) for line in text)
+        assert text or (read_json(folder / file) if file.endswith(".json") else load_file(folder / file))
 
 
 def test_9_nothing_pickled_is_read(tmp_path):

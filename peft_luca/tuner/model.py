@@ -324,7 +324,8 @@ def tuner_of(model: nn.Module) -> LucaModel:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Hides PEFT's request for an attribute of transformers by its old name, which no user can change."""
+    """Hides warnings of PEFT that no user can act on: of an old attribute's name, and of names like its prefix."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Adapter name '.*' should not be contained in the prefix")
         yield

@@ -74,6 +74,10 @@ def test_the_diagonal_that_a_low_rank_leaves_out_counts_by_its_mean():
         centred = test - statistics.means[k]
         wanted = -0.5 * (centred @ torch.linalg.inv(covariance) * centred).sum(1)
         torch.testing.assert_close(made.scores(test)[:, k], wanted, rtol=1e-4, atol=1e-3)
+        scatter = freedom * own
+        span = float((torch.linalg.inv(covariance) * scatter).sum()) / (freedom + 1)
+        typical = made._leave_out(torch.tensor([span]).double(), torch.tensor([k]))
+        assert float(made.typical[k]) == pytest.approx(float(typical), rel=1e-3)
 
 
 def test_linear_discriminant_is_its_formula():

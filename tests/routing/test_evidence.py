@@ -7,13 +7,14 @@ import torch
 from fake_experts import THREE, D, FakeExperts, images, images_of
 
 from peft_luca.routing import evidence, make_router
-from peft_luca.routing.discriminants import RegularizedDiscriminant, RidgeClassifier
+from peft_luca.routing.discriminants import RegularizedDiscriminant, RidgeClassifier, pooled_share
 from peft_luca.routing.evidence import (
     EDGES,
     WEIGHTS,
     EvidenceDiscriminant,
     Familiarity,
     collect_with_evidence,
+    left_out,
     ridge_weight,
     with_evidence,
 )
@@ -220,3 +221,23 @@ def test_auto_with_a_regression_is_exported():
 def test_edges_grow_evenly():
     assert len(EDGES) == 96
     torch.testing.assert_close(EDGES[1:] / EDGES[:-1], torch.full((95,), float(EDGES[1] / EDGES[0])))
+
+
+def test_leaving_an_image_out_equals_fitting_without_it():
+    torch.manual_seed(0)
+    y = torch.tensor([0] * 6 + [1] * 9 + [2] * 4)
+    x = torch.randn(len(y), 5).double() + y[:, None]
+    # The sphere's size is that of all images, so that the sphere is kept small here.
+    alpha, gamma = pooled_share, 1e-5
+    distances, volumes = left_out(x, y, alpha, gamma)
+    for i in (0, 7, 18):
+        rest = torch.arange(len(y)) != i
+        means = torch.stack([x[rest][y[rest] == k].mean(0) for k in range(3)])
+        scatter = torch.stack([(part := x[rest][y[rest] == k] - means[k]).T @ part for k in range(3)])
+        counts = y[rest].bincount().double()
+        for k, share in enumerate(1 - alpha(counts - 1)):
+            covariance = share * scatter[k] / (counts[k] - 1) + (1 - share) * scatter.sum(0) / (len(y) - 1 - 3)
+            covariance = (1 - gamma) * covariance + gamma * covariance.diagonal().mean() * torch.eye(5).double()
+            away = x[i] - means[k]
+            assert float(distances[i, k]) == pytest.approx(float(away @ covariance.inverse() @ away), rel=1e-3)
+            assert float(volumes[i, k]) == pytest.approx(float(torch.logdet(covariance)), abs=1e-3)

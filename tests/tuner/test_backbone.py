@@ -37,9 +37,11 @@ from peft_luca import (
 )
 from peft_luca.tuner.backbone import (
     BACKBONE_TOLERANCE,
+    PROCESSOR_TYPE,
     STEPS,
     BackboneFacts,
     check_backbone,
+    is_identity,
     pooled_features,
     processor_facts,
     reference_distance,
@@ -172,6 +174,14 @@ def exact_reference(model, dtype=torch.float32):
         z = trunk((pictures.float() / 127.5 - 1).to(dtype)).last_hidden_state[:, 0].double()
     mean = z.sum(dim=0) / len(z)
     return mean, ((z - mean).square().sum(dim=0) / (len(z) - 1)).sqrt()
+
+
+def test_a_reference_is_the_identity_if_nothing_of_it_was_measured():
+    zeros, ones = torch.zeros(3), torch.ones(3)
+    assert is_identity(zeros, ones)
+    assert is_identity(zeros.to("meta"), ones.to("meta"))
+    assert not is_identity(zeros, ones + 1)
+    assert not is_identity(zeros + 1, ones)
 
 
 def test_reference_distance():
@@ -407,10 +417,12 @@ def test_every_step_of_a_processor_has_its_settings():
     settings = {name: f"value of {name}" for step, names in STEPS.items() for name in (step, *names)}
     expected = "size resample crop_pct crop_size pad_size rescale_factor rescale_offset image_mean image_std".split()
     assert set(expected) | set(STEPS) == set(settings)
-    assert processor_facts(SimpleNamespace(to_dict=lambda: {**settings, "other": 1})) == settings
+    kind = {PROCESSOR_TYPE: "OwnProcessor"}
+    assert processor_facts(SimpleNamespace(to_dict=lambda: settings | kind | {"other": 1})) == settings | kind
+    assert processor_facts(SimpleNamespace(to_dict=lambda: settings))[PROCESSOR_TYPE] == "SimpleNamespace"
     for step in STEPS:
-        facts = processor_facts(SimpleNamespace(to_dict=lambda step=step: {**settings, step: False}))
-        assert facts == {name: value for name, value in settings.items() if name not in (step, *STEPS[step])}
+        facts = processor_facts(SimpleNamespace(to_dict=lambda step=step: {**settings, **kind, step: False}))
+        assert facts == kind | {name: value for name, value in settings.items() if name not in (step, *STEPS[step])}
 
 
 def test_settings_of_a_backbone_inside_another_config_count():
@@ -420,12 +432,13 @@ def test_settings_of_a_backbone_inside_another_config_count():
 
 
 def test_processor_facts_are_what_is_done_to_pixels():
-    facts = {"do_resize": True, "size": {"height": 16, "width": 16}, "resample": 2}
+    kind = {PROCESSOR_TYPE: "ViTImageProcessor"}
+    facts = kind | {"do_resize": True, "size": {"height": 16, "width": 16}, "resample": 2}
     facts |= {"do_rescale": True, "rescale_factor": 1 / 255}
     facts |= {"do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     assert processor_facts(make_processor()) == facts
     without = make_processor(do_normalize=False, do_rescale=False, image_mean=[0.1] * 3)
-    assert processor_facts(without) == {name: facts[name] for name in ("do_resize", "size", "resample")}
+    assert processor_facts(without) == {name: facts[name] for name in (*kind, "do_resize", "size", "resample")}
     assert processor_facts(SimpleNamespace(image_processor=make_processor())) == facts  # of a processor of two kinds
     assert processor_facts(None) is None
     assert processor_facts(lambda images, return_tensors: {}) is None

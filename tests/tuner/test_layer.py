@@ -280,10 +280,20 @@ def test_images_are_read_alike_for_all_experts_or_a_warning_says_so(recwarn):
 
 
 def test_the_layer_prints_its_experts_line_by_line():
-    lines = repr(make_model({"t": SIX[:2], "u": SIX}).base_model.layer).split("\n")
+    lines = repr(make_model({"t": SIX[:5], "u": SIX}).base_model.layer).split("\n")
     assert lines[0] == "LucaLayer(width=32"
     assert lines[1].startswith("  (base_layer): Linear(in_features=32")
     assert lines[2] == "  2 experts, 6 classes; active: expert 't'"
-    assert lines[3].startswith("  t: 2 classes (a, b), LuCA of ")
+    assert lines[3].startswith("  t: 5 classes (a, b, c, d, e), LuCA of ")
     assert lines[4].startswith("  u: 6 classes (a, b, c, d, e, …), LuCA of ")
     assert lines[5:] == [")"]
+
+
+def test_an_expert_added_to_a_model_in_half_precision_keeps_its_own():
+    filled = make_model({"t": SIX}).base_model.layer.tensors("t")
+    tensors = {key.replace(".t", "", 1): tensor for key, tensor in filled.items()}
+    tuner = make_model({"u": SIX}, base=make_vit().to(torch.bfloat16)).base_model
+    tuner.add_expert("t", LucaConfig(classes=SIX), tensors)
+    for key, tensor in tuner.layer.tensors("t").items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, tensors[key.replace(".t", "", 1)])
