@@ -41,7 +41,7 @@ class Prediction:
     top: dict[str, float]
 
     def __str__(self) -> str:
-        classes = ", ".join(f"{label} {probability:.3g}" for label, probability in self.top.items())
+        classes = ", ".join(f"{label}: {probability:.3g}" for label, probability in self.top.items())
         return f"{'unknown, at best ' * self.unknown}{classes} (expert {self.expert}, known {self.known:.3g})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,7 +105,8 @@ def predictions_of(layer: LucaLayer, answer: RoutingOutput, top_k: int) -> Itera
     """Yields the prediction for each image of a batch."""
     logits, order = answer.logits.float().sort(dim=-1, descending=True, stable=True)  # of equal ones as argmax does
     classes, experts = answering_classes(layer), list(layer.configs)
-    columns = order[:, :top_k], logits.softmax(dim=-1)[:, :top_k], answer.expert, answer.known, answer.unknown
-    for ids, probabilities, expert, *known in zip(*(torch.as_tensor(c).tolist() for c in columns), strict=True):
-        top = {classes[i]: probability for i, probability in zip(ids, probabilities, strict=True)}
-        yield Prediction(classes[ids[0]], probabilities[0], experts[expert], *known, top)
+    probabilities = logits.softmax(dim=-1)[:, :top_k]
+    columns: Any = (order[:, :top_k], probabilities, answer.expert, answer.known, answer.unknown)
+    for ids, found, expert, known, unknown in zip(*(column.tolist() for column in columns), strict=True):
+        top = {classes[i]: probability for i, probability in zip(ids, found, strict=True)}
+        yield Prediction(classes[ids[0]], found[0], experts[expert], known, unknown, top)

@@ -121,7 +121,7 @@ def test_unknown_and_the_line_that_is_printed():
     assert prediction.expert == list(EXPERTS)[routed.expert[0]]
     assert json.loads(json.dumps(prediction.to_dict())) == prediction.to_dict()
     said = Prediction("cat", 0.91234, "pets", 0.5, True, {"cat": 0.91234, "dog": 1.23456e-5})
-    assert str(said) == "unknown, at best cat 0.912, dog 1.23e-05 (expert pets, known 0.5)"
+    assert str(said) == "unknown, at best cat: 0.912, dog: 1.23e-05 (expert pets, known 0.5)"
 
 
 @pytest.mark.parametrize("options", [{"top_k": 0}, {"batch_size": 0}])
