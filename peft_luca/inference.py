@@ -103,8 +103,8 @@ class _Answers(nn.Module):
 def export_onnx(model: PeftModel, path: str | os.PathLike[str], processing_class: Any = None) -> None:
     """
     Writes backbone, experts and router as one ONNX graph for every batch size: `pixel_values` → `logits`, `expert`
-    (its position) and `known`. Its metadata hold, as JSON under `peft_luca`, the `classes`, the `experts`, `unknown_below`,
-    and how an image becomes pixels: `images` and `processor`. Needs onnx and onnxscript.
+    (its position) and `known`. The metadata hold, as JSON under `peft_luca`: `classes`, `experts`, `unknown_below`,
+    and how an image becomes pixels, `images` and `processor`. Needs onnx and onnxscript.
 
     Args:
         model ([`~peft.PeftModel`]), path (`str` or `PathLike`): The model, and the file to write.

@@ -16,8 +16,12 @@ from transformers.image_processing_backends import PilBackend
 
 from ..preprocessing import find_image_column, undecoded
 from ..routing import RoutingOutput
+from ..utils import show
 from .backbone import PROCESSOR_TYPE, STEPS
 from .layer import LucaLayer
+
+
+LARGEST_SIDE = 4096  # in pixels, of images for a backbone
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,12 @@ def processor_of(layer: LucaLayer, processing_class: Any = None) -> Any:
     found = getattr(transformers, f"{kind.removesuffix('Fast')}Pil", None)
     if not (isinstance(found, type) and issubclass(found, PilBackend)):
         raise ValueError(f"the experts were trained with a {kind}, which cannot be made from its settings. {remedy}")
+    sizes = [facts.get(name) or {} for name in ("size", "crop_size", "pad_size")]
+    sides = [side for size in sizes for side in (size.values() if isinstance(size, dict) else [size])]
+    if not all(isinstance(side, int) and 0 < side <= LARGEST_SIDE for side in sides):  # a stranger may have written it
+        raise ValueError(
+            f"the experts' image processor makes images of {show(sizes)}, not of 1 to {LARGEST_SIDE} pixels."
+        )
     settings = {**dict.fromkeys(STEPS, False), **facts, "do_convert_rgb": False}  # read_image has chosen the channels
     return found(**{name: value for name, value in settings.items() if name != PROCESSOR_TYPE})
 

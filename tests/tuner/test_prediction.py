@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import BitImageProcessorPil, ConvNextImageProcessorPil, EfficientNetImageProcessorPil
 
 from peft_luca import ImageCollator, LucaConfig, Prediction, load_experts, save_experts
+from peft_luca.routing import ScoreRouter
 from peft_luca.tuner.backbone import PROCESSOR_TYPE, processor_facts
 from peft_luca.tuner.prediction import processor_of
 
@@ -113,6 +114,22 @@ def test_without_a_router_the_active_expert_answers_over_its_own_classes():
         model.predict(COLORS)
 
 
+class Silent(ScoreRouter):
+    """A router that says nothing of `known`."""
+
+    def cost(self, scores):
+        return -scores.amax(dim=-1)
+
+    def route(self, features, experts):
+        return super().route(features, experts)._replace(known=None)
+
+
+def test_a_router_that_does_not_say_what_is_known_has_the_confidence():
+    model = make(router=Silent())
+    (prediction,) = model.predict(COLORS)
+    assert prediction.known == pytest.approx(prediction.probability, abs=1e-6)
+
+
 def test_unknown_and_the_line_that_is_printed():
     model = make(unknown_below=1.0)
     (prediction,) = model.predict(COLORS)
@@ -198,6 +215,14 @@ def test_a_processor_that_is_not_known_is_asked_for():
     ):
         model.peft_config["a"].processor = facts
         with pytest.raises(ValueError, match=rf"trained with a {name}.*, which cannot be made .* processing_class"):
+            model.predict(COLORS)
+
+
+def test_a_size_that_would_fill_the_memory_is_refused():
+    model = make()
+    for size in ({"height": 10**5, "width": 10**5}, {"shortest_edge": "9"}, 10**5):
+        model.peft_config["pets"].processor = {**FACTS, "size": size}
+        with pytest.raises(ValueError, match=r"makes images of .*, not of 1 to 4096 pixels"):
             model.predict(COLORS)
 
 
