@@ -9,7 +9,8 @@ import pytest
 import torch
 from fake_experts import THREE, D, FakeExperts, images_of, turned, without
 
-from peft_luca.routing import ROUTERS, Router, RouterOptions, RoutingOutput, make_router, option
+from peft_luca import routing
+from peft_luca.routing import ROUTERS, Router, RouterOptions, RoutingOutput, make_router
 
 
 BY_STATISTICS = ["auto", "lda", "gaussian", "ridge"]
@@ -258,7 +259,7 @@ class FirstRouter(Router):
 
     @dataclass(frozen=True)
     class Options(RouterOptions):
-        power: float = option(1.0, 0, 10)
+        power: float = routing.option(1.0, 0, 10)
         note: str = ""  # a field that is not checked
 
     def route(self, features, experts):
