@@ -21,7 +21,7 @@ from .backbone import PROCESSOR_TYPE, STEPS
 from .layer import LucaLayer
 
 
-LARGEST_SIDE = 4096  # in pixels, of images for a backbone
+LARGEST_SIDE = 4096  # in pixels, of what an image processor makes
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,15 @@ def processor_of(layer: LucaLayer, processing_class: Any = None) -> Any:
     kind = str(facts.get(PROCESSOR_TYPE, f"processor with {special.pop()}" if special else "ViTImageProcessor"))
     found = getattr(transformers, f"{kind.removesuffix('Fast')}Pil", None)
     if not (isinstance(found, type) and issubclass(found, PilBackend)):
-        raise ValueError(f"the experts were trained with a {kind}, which cannot be made from its settings. {remedy}")
+        raise ValueError(
+            f"the experts were trained with a {show(kind)}, which cannot be made from its settings. {remedy}"
+        )
     sizes = [facts.get(name) or {} for name in ("size", "crop_size", "pad_size")]
     sides = [side for size in sizes for side in (size.values() if isinstance(size, dict) else [size])]
-    if not all(isinstance(side, int) and 0 < side <= LARGEST_SIDE for side in sides):  # a stranger may have written it
+    fits = all(isinstance(side, int) and 0 < side <= LARGEST_SIDE for side in sides)
+    if not fits or facts.get("crop_pct", 1) < 0.1:  # a stranger may have written them
         raise ValueError(
-            f"the experts' image processor makes images of {show(sizes)}, not of 1 to {LARGEST_SIDE} pixels."
+            f"the experts' image processor makes images of {show(sizes)} pixels, which is refused. {remedy}"
         )
     settings = {**dict.fromkeys(STEPS, False), **facts, "do_convert_rgb": False}  # read_image has chosen the channels
     return found(**{name: value for name, value in settings.items() if name != PROCESSOR_TYPE})
