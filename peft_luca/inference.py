@@ -26,13 +26,8 @@ from .tuner.prediction import answer_of, answering_classes, processor_of
 
 def pixel_values(model: nn.Module, images: Iterable[Any], processing_class: Any = None) -> Tensor:
     """
-    Images → pixel values, `(batch, channels, height, width)`, as the trainer made them for the experts of a model.
-
-    Args:
-        model (`nn.Module`): The model with the experts, as a [`~peft.PeftModel`] or its base model.
-        images (`Iterable`): PIL images, arrays, paths, or dicts of `bytes` or `path`; see
-            [`~peft_luca.preprocessing.read_image`].
-        processing_class (`BaseImageProcessor`, *optional*): The image processor. By default the experts' own.
+    Images → pixel values, `(batch, channels, height, width)`, as the trainer made them for the experts of a model. The
+    arguments are those of [`LucaModel.predict`].
     """
     return make_pixels(images, processor_of(find_layer(model)[1], processing_class), **image_options(model))
 
@@ -44,8 +39,7 @@ class LucaPipeline(ImageClassificationPipeline):
 
     Args:
         unknown_label (`str`, *optional*):
-            A label that comes first, with the score 1 - `known`, for an image that is of no known class according to
-            the router's `unknown_below`. By default every image has the labels of its classes alone.
+            Label that comes first, with the score 1 - `known`, where `known` is below the router's `unknown_below`.
     """
 
     _load_image_processor: Any = None  # without one, that of the experts is made from their facts
@@ -108,10 +102,9 @@ class _Answers(nn.Module):
 
 def export_onnx(model: PeftModel, path: str | os.PathLike[str], processing_class: Any = None) -> None:
     """
-    Writes backbone, experts and router as one ONNX graph, for every batch size. It maps `pixel_values` to `logits`,
-    `expert` (its position) and `known`. What else an answer needs is JSON in the metadata, under `peft_luca`:
-    `classes`, `experts`, `unknown_below`, `processor` (what the image processor does) and `images` (channels,
-    background and white of the images). Needs the packages onnx and onnxscript.
+    Writes backbone, experts and router as one ONNX graph for every batch size: `pixel_values` → `logits`, `expert`
+    (its position) and `known`. The metadata hold, as JSON under `peft_luca`: `classes`, `experts`, `unknown_below`,
+    and how an image becomes pixels, `images` and `processor`. Needs onnx and onnxscript.
 
     Args:
         model ([`~peft.PeftModel`]), path (`str` or `PathLike`): The model, and the file to write.
@@ -120,18 +113,11 @@ def export_onnx(model: PeftModel, path: str | os.PathLike[str], processing_class
     tuner = tuner_of(model)
     processor, images = processor_of(tuner.layer, processing_class), image_options(tuner.model)
     example = make_pixels([Image.new("RGB", (256, 256))] * 2, processor, **images).to(tuner.backbone.device)
-    names: Any = {"input_names": ["pixel_values"], "output_names": ["logits", "expert", "known"]}
-    shapes = ({0: torch.export.Dim("batch")},)
-    program = torch.onnx.export(
-        _Answers(tuner), (example,), dynamo=True, dynamic_shapes=shapes, verbose=False, **names
-    )
-    assert program is not None  # as dynamo=True says
-    about = {
-        "classes": answering_classes(tuner.layer),
-        "experts": list(tuner.experts),
-        "unknown_below": tuner.router.options.unknown_below if tuner.router else 0.0,
-        "processor": processor_facts(processor),
-        "images": images,
-    }
+    names: Any = {"verbose": False, "input_names": ["pixel_values"], "output_names": ["logits", "expert", "known"]}
+    batch = {0: torch.export.Dim("batch")}
+    program: Any = torch.onnx.export(_Answers(tuner), (example,), dynamo=True, dynamic_shapes=(batch,), **names)
+    about: dict[str, Any] = {"classes": answering_classes(tuner.layer), "experts": list(tuner.experts)}
+    about |= {"unknown_below": tuner.router.options.unknown_below if tuner.router else 0.0}
+    about |= {"images": images, "processor": processor_facts(processor)}
     program.model.metadata_props["peft_luca"] = json.dumps(about, ensure_ascii=False)
     program.save(os.fspath(path))

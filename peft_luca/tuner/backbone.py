@@ -185,10 +185,9 @@ def warn_of_processor(experts: Mapping[str, LucaConfig], processing_class: Any =
     here, whose = processor_facts(processing_class), "the one that is given"
     if here is None and known:
         here, whose = next(iter(known.values())), f"that of {next(iter(known))!r}"
-    here = here or {}
     # Not by the class alone, which files of earlier versions do not name.
-    names = [name for step, settings in STEPS.items() for name in (step, *settings)] if here else []
-    moved = {name: what for name, there in known.items() if (what := _differences(there, here, names))}
+    names = [name for step, settings in STEPS.items() for name in (step, *settings)]
+    moved = {name: what for name, there in known.items() if (what := _differences(there, here or {}, names))}
     if moved:
         warnings.warn(
             f"the experts {list_names(moved)} were trained with another image processor than {whose}: "

@@ -16,8 +16,12 @@ from transformers.image_processing_backends import PilBackend
 
 from ..preprocessing import find_image_column, undecoded
 from ..routing import RoutingOutput
+from ..utils import show
 from .backbone import PROCESSOR_TYPE, STEPS
 from .layer import LucaLayer
+
+
+LARGEST_SIDE = 4096  # in pixels, of what an image processor makes
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Prediction:
     top: dict[str, float]
 
     def __str__(self) -> str:
-        classes = ", ".join(f"{label} {probability:.3g}" for label, probability in self.top.items())
+        classes = ", ".join(f"{label}: {probability:.3g}" for label, probability in self.top.items())
         return f"{'unknown, at best ' * self.unknown}{classes} (expert {self.expert}, known {self.known:.3g})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,7 +67,16 @@ def processor_of(layer: LucaLayer, processing_class: Any = None) -> Any:
     kind = str(facts.get(PROCESSOR_TYPE, f"processor with {special.pop()}" if special else "ViTImageProcessor"))
     found = getattr(transformers, f"{kind.removesuffix('Fast')}Pil", None)
     if not (isinstance(found, type) and issubclass(found, PilBackend)):
-        raise ValueError(f"the experts were trained with a {kind}, which cannot be made from its settings. {remedy}")
+        raise ValueError(
+            f"the experts were trained with a {show(kind)}, which cannot be made from its settings. {remedy}"
+        )
+    sizes = [facts.get(name) or {} for name in ("size", "crop_size", "pad_size")]
+    sides = [side for size in sizes for side in (size.values() if isinstance(size, dict) else [size])]
+    fits = all(isinstance(side, int) and 0 < side <= LARGEST_SIDE for side in sides)
+    if not fits or facts.get("crop_pct", 1) < 0.1:  # a stranger may have written them
+        raise ValueError(
+            f"the experts' image processor makes images of {show(sizes)} pixels, which is refused. {remedy}"
+        )
     settings = {**dict.fromkeys(STEPS, False), **facts, "do_convert_rgb": False}  # read_image has chosen the channels
     return found(**{name: value for name, value in settings.items() if name != PROCESSOR_TYPE})
 
@@ -105,8 +118,8 @@ def predictions_of(layer: LucaLayer, answer: RoutingOutput, top_k: int) -> Itera
     """Yields the prediction for each image of a batch."""
     logits, order = answer.logits.float().sort(dim=-1, descending=True, stable=True)  # of equal ones as argmax does
     classes, experts = answering_classes(layer), list(layer.configs)
-    columns = order[:, :top_k], logits.softmax(dim=-1)[:, :top_k], answer.expert, answer.known, answer.unknown
-    rows = zip(*(torch.as_tensor(column).tolist() for column in columns), strict=True)
-    for ids, probabilities, expert, known, unknown in rows:
-        top = {classes[i]: probability for i, probability in zip(ids, probabilities, strict=True)}
-        yield Prediction(classes[ids[0]], probabilities[0], experts[expert], known, unknown, top)
+    probabilities = logits.softmax(dim=-1)[:, :top_k]
+    columns: Any = (order[:, :top_k], probabilities, answer.expert, answer.known, answer.unknown)
+    for ids, found, expert, known, unknown in zip(*(column.tolist() for column in columns), strict=True):
+        top = {classes[i]: probability for i, probability in zip(ids, found, strict=True)}
+        yield Prediction(classes[ids[0]], found[0], experts[expert], known, unknown, top)

@@ -21,6 +21,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from peft_luca import InvalidExpertError, LucaConfig, load_expert, load_experts, save_expert, save_experts
 from peft_luca.hub.saving import save_statistics
+from peft_luca.routing import ScoreRouter
 from peft_luca.routing.statistics_routers import GaussianRouter
 
 
@@ -164,12 +165,23 @@ def test_folders_in_the_home_folder(tmp_path, monkeypatch):
     assert list(load_experts(make_vit(), ["~/all", "~/one"], allow_mismatch=True).experts) == [*TWO, "one"]
 
 
+class Margin(ScoreRouter):
+    name = "margin"
+
+    def cost(self, scores):
+        return -scores.amax(dim=-1)
+
+
 def test_what_cannot_be_saved(tmp_path):
     model = with_statistics()
     with pytest.raises(ValueError, match=r"current supported adapter names are \['zeta', 'alpha'\] - got \['x'\]"):
         save_expert(model, "x", tmp_path / "o")
     model.set_router(lambda scores: scores.amax(dim=2))
     with pytest.raises(ValueError, match="the router is code of your own, which no file can hold"):
+        save_experts(model, tmp_path / "o")
+    model.set_router(Margin(unknown_below=0.5))
+    message = r"Save with set_router\(None\), and call set_router with it again after loading: margin\({'unknown_below"
+    with pytest.raises(ValueError, match=message):
         save_experts(model, tmp_path / "o")
     model.set_router("gaussian")
     with pytest.raises(ValueError, match="the router 'gaussian' needs the experts' statistics"):

@@ -2,14 +2,15 @@
 
 import json
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from fake_experts import THREE, D, FakeExperts, images_of, turned, without
 
-from peft_luca.routing import ROUTERS, Router, RoutingOutput, make_router
-from peft_luca.routing.router import RouterOptions
+from peft_luca import routing
+from peft_luca.routing import ROUTERS, Router, RouterOptions, RoutingOutput, make_router
 
 
 BY_STATISTICS = ["auto", "lda", "gaussian", "ridge"]
@@ -246,3 +247,36 @@ def test_every_router_is_exported_for_every_batch_size(name):
     for batch in (0, 1, 3, len(Z)):
         for found, wanted in zip(program(Z[:batch]), module(Z[:batch]), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+# --- a router of one's own ---
+
+
+class FirstRouter(Router):
+    """The first expert by name answers; unlike the package's own it says nothing of `known`."""
+
+    name = "first"
+
+    @dataclass(frozen=True)
+    class Options(RouterOptions):
+        power: float = routing.option(1.0, 0, 10)
+        note: str = ""  # a field that is not checked
+
+    def route(self, features, experts):
+        name = min(experts.names)
+        scores = experts.scores(features)[:, experts.names.index(name)] * self.options.power
+        confidence = scores.softmax(dim=-1).amax(dim=-1)
+        entropy = torch.special.entr(scores.softmax(dim=-1)).sum(dim=-1)
+        chosen = torch.full_like(confidence, experts.names.index(name), dtype=torch.int64)
+        return RoutingOutput(scores, chosen, entropy, None, confidence, confidence < self.options.unknown_below)
+
+
+def test_a_router_of_ones_own_has_checked_options_and_answers():
+    experts = FakeExperts(THREE)
+    output = FirstRouter(power=2, note="mine").route(Z, experts)
+    check(output)
+    assert set(output.expert.tolist()) == {experts.names.index(min(experts.names))}
+    with pytest.raises(ValueError, match="power must be a number from 0 to 10, got 11"):
+        FirstRouter(power=11)
+    with pytest.raises(ValueError, match="the router 'first' takes the options unknown_below, power, note, got x"):
+        FirstRouter(x=1)

@@ -436,6 +436,7 @@ def test_processor_facts_are_what_is_done_to_pixels():
     facts = kind | {"do_resize": True, "size": {"height": 16, "width": 16}, "resample": 2}
     facts |= {"do_rescale": True, "rescale_factor": 1 / 255}
     facts |= {"do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    facts["image_processor_type"] = "ViTImageProcessor"
     assert processor_facts(make_processor()) == facts
     without = make_processor(do_normalize=False, do_rescale=False, image_mean=[0.1] * 3)
     assert processor_facts(without) == {name: facts[name] for name in (*kind, "do_resize", "size", "resample")}

@@ -84,7 +84,7 @@ def test_compile_is_one_graph_for_every_batch_size(experts, router):
     model = routed(experts, router)
     counter = CompileCounter()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
-    for batch in (4, 6, 9):
+    for batch in (10, 11, 13):  # no number of classes or rows, which torch would take for the same number
         torch.testing.assert_close(logits(compiled, pictures(batch)), logits(model, pictures(batch)))
     assert counter.frame_count == 1
     if router == "entropy":

@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import BitImageProcessorPil, ConvNextImageProcessorPil, EfficientNetImageProcessorPil
 
 from peft_luca import ImageCollator, LucaConfig, Prediction, load_experts, save_experts
+from peft_luca.routing import ScoreRouter
 from peft_luca.tuner.backbone import PROCESSOR_TYPE, processor_facts
 from peft_luca.tuner.prediction import processor_of
 
@@ -113,6 +114,22 @@ def test_without_a_router_the_active_expert_answers_over_its_own_classes():
         model.predict(COLORS)
 
 
+class Silent(ScoreRouter):
+    """A router that says nothing of `known`."""
+
+    def cost(self, scores):
+        return -scores.amax(dim=-1)
+
+    def route(self, features, experts):
+        return super().route(features, experts)._replace(known=None)
+
+
+def test_a_router_that_does_not_say_what_is_known_has_the_confidence():
+    model = make(router=Silent())
+    (prediction,) = model.predict(COLORS)
+    assert prediction.known == pytest.approx(prediction.probability, abs=1e-6)
+
+
 def test_unknown_and_the_line_that_is_printed():
     model = make(unknown_below=1.0)
     (prediction,) = model.predict(COLORS)
@@ -121,7 +138,7 @@ def test_unknown_and_the_line_that_is_printed():
     assert prediction.expert == list(EXPERTS)[routed.expert[0]]
     assert json.loads(json.dumps(prediction.to_dict())) == prediction.to_dict()
     said = Prediction("cat", 0.91234, "pets", 0.5, True, {"cat": 0.91234, "dog": 1.23456e-5})
-    assert str(said) == "unknown, at best cat 0.912, dog 1.23e-05 (expert pets, known 0.5)"
+    assert str(said) == "unknown, at best cat: 0.912, dog: 1.23e-05 (expert pets, known 0.5)"
 
 
 @pytest.mark.parametrize("options", [{"top_k": 0}, {"batch_size": 0}])
@@ -170,7 +187,7 @@ def test_pixels_are_those_of_the_training_to_the_bit(kind):
     assert processor_of(model.base_model.layer, given) is given
     for is_old in (False, True):
         if is_old and kind in ("crop_pct", "rescale_offset"):
-            with pytest.raises(ValueError, match=f"trained with a processor with {kind}, which cannot be made"):
+            with pytest.raises(ValueError, match=f"trained with a 'processor with {kind}', which cannot be made"):
                 processor_of(model.base_model.layer)
             break
         made = processor_of(model.base_model.layer)
@@ -197,7 +214,15 @@ def test_a_processor_that_is_not_known_is_asked_for():
         ({"do_resize": True, PROCESSOR_TYPE: "Mine"}, "Mine"),
     ):
         model.peft_config["a"].processor = facts
-        with pytest.raises(ValueError, match=rf"trained with a {name}.*, which cannot be made .* processing_class"):
+        with pytest.raises(ValueError, match=rf"trained with a '{name}.*, which cannot be made .* processing_class"):
+            model.predict(COLORS)
+
+
+def test_a_size_that_would_fill_the_memory_is_refused():
+    model = make()
+    for size in ({"height": 10**5, "width": 10**5}, {"shortest_edge": "9"}, 10**5):
+        model.peft_config["pets"].processor = {**FACTS, "size": size}
+        with pytest.raises(ValueError, match=r"makes images of .* pixels, which is refused"):
             model.predict(COLORS)
 
 
