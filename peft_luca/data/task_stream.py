@@ -71,6 +71,7 @@ class TaskStream:
         train_split: str = "train",
         test_split: str | None = None,
         test_size: float | None = None,
+        task_names: Sequence[str] | None = None,
     ) -> TaskStream:
         """
         Class-incremental: the tasks `task_0`, `task_1`, ... have new classes each. "B0 Inc10" of the literature is
@@ -94,6 +95,7 @@ class TaskStream:
             test_size (`float`, *optional*):
                 Share of the train images of each class to hold out for testing. They depend only on the seed, the name
                 of the class and its number of images.
+            task_names (`Sequence[str]`, *optional*): Names of the tasks in place of `task_0`, `task_1`, ...
         """
         stream = cls(label_column, image_column)
         train, test = stream._read(*load_splits(dataset, train_split, test_split, label_column))
@@ -108,13 +110,16 @@ class TaskStream:
                 raise ValueError(f"{argument} must be a whole number from 1 to the {count} classes, got {value!r}")
         step = increment or count
         ends = [*range(init_classes or step, count, step), count]  # where the tasks end, counted in classes
+        names = [f"task_{t}" for t in range(len(ends))] if task_names is None else list(task_names)
+        if len(names) != len(ends):
+            raise ValueError(f"task_names must name each of the {len(ends)} tasks, got {len(names)} names")
         train_task, test_task = (np.searchsorted(ends, part.codes, side="right") for part in (train, test))
         if test_size is not None:
             if len(test_task):
                 raise ValueError(f"the dataset has {len(test_task)} test images; leave out test_size={test_size}")
             test, held_out = train, train.hold_out(test_size, seed or 0)
             train_task, test_task = np.where(held_out, -1, train_task), np.where(held_out, train_task, -1)
-        return stream._extend(train, test, [f"task_{t}" for t in range(len(ends))], train_task, test_task)
+        return stream._extend(train, test, names, train_task, test_task)
 
     @classmethod
     def from_domains(

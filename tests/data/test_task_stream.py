@@ -107,6 +107,15 @@ def test_how_many_classes_a_task_has(increment, init_classes, sizes):
 
 
 @settings(max_examples=25, deadline=None)
+def test_tasks_are_named_as_one_likes():
+    stream = TaskStream.from_dataset(images(["a", "b", "c"]), increment=2, task_names=["spring", "autumn"])
+    assert [task.name for task in stream] == ["spring", "autumn"]
+    with pytest.raises(ValueError, match="task_names must name each of the 2 tasks, got 1 names"):
+        TaskStream.from_dataset(images(["a", "b", "c"]), increment=2, task_names=["spring"])
+    with pytest.raises(ValueError, match=r"the name of a task has .* got 'a/b'"):
+        TaskStream.from_dataset(images(["a", "b", "c"]), increment=2, task_names=["a/b", "c"])
+
+
 @given(labels=st.lists(st.integers(0, 12), min_size=1, max_size=30), data=st.data())
 def test_tasks_partition_classes_and_images(labels, data):
     increment = data.draw(st.integers(1, len(set(labels))))
