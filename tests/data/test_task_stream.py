@@ -106,7 +106,6 @@ def test_how_many_classes_a_task_has(increment, init_classes, sizes):
     assert [len(task.classes) for task in stream] == (sizes or [1, 5, 4])
 
 
-@settings(max_examples=25, deadline=None)
 def test_tasks_are_named_as_one_likes():
     stream = TaskStream.from_dataset(images(["a", "b", "c"]), increment=2, task_names=["spring", "autumn"])
     assert [task.name for task in stream] == ["spring", "autumn"]
@@ -116,6 +115,7 @@ def test_tasks_are_named_as_one_likes():
         TaskStream.from_dataset(images(["a", "b", "c"]), increment=2, task_names=["a/b", "c"])
 
 
+@settings(max_examples=25, deadline=None)
 @given(labels=st.lists(st.integers(0, 12), min_size=1, max_size=30), data=st.data())
 def test_tasks_partition_classes_and_images(labels, data):
     increment = data.draw(st.integers(1, len(set(labels))))
