@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -328,6 +329,14 @@ def _load(
     preview = LucaExperts(layer, device, experts)
     known, remedy = tuner.classes if tuner else (), ". If they are one class, give it one name with rename=."
     warn_about_spellings(preview.label_space.classes, known, remedy, stacklevel=4)
+    images = {name: float(part.counts.sum()) for name, part in preview.statistics.items()}
+    for name, count in images.items():
+        if 0 < 100 * (sum(images.values()) - count) < count:
+            found = f"expert {name!r} claims {count:.3g} images, more than 100 times those of all others together"
+            remedy = (
+                "With routers of statistics it decides nearly alone. Load it with statistics=False if that is wrong"
+            )
+            warnings.warn(f"{found}. {remedy}.", stacklevel=4)
     router = _prepare_router(manifest, tuner.router if tuner else None, preview)
     configs = dict(layer.configs, **{name: expert.config for name, expert in experts.items()})
     warn_of_processor(configs, processing_class)

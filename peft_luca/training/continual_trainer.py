@@ -364,6 +364,13 @@ class ContinualTrainer(ReportingTrainer):
     def _results(self) -> dict[str, Any] | None:
         return self.results() if self._records else None
 
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """As [`~PublishingTrainer.push_to_hub`], of what is true in the output folder by now."""
+        if self._records:
+            with self.folder.lock():
+                self._resume()
+        return super().push_to_hub(*args, **kwargs)
+
     def _push(self, repo_id: str, blocking: bool, **kwargs: Any) -> Any:
         if self._pushing is not None:
             self._pushing.exception()  # wait; this push carries all that an earlier one did

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -639,3 +640,15 @@ def test_a_thousand_experts_load_within_a_minute(tmp_path):
     assert time.perf_counter() - started < 60
     assert len(loaded.experts) == 1000
     assert len(loaded.classes) == 10_000
+
+
+def test_an_expert_that_claims_nearly_all_images_is_told_of(tmp_path, recwarn):
+    model = with_statistics({"t": ["a", "b"], "w": ["c", "d"]})
+    save_experts(model, tmp_path / "honest")
+    load_experts(make_vit(), tmp_path / "honest")
+    assert not [warning for warning in recwarn if "claims" in str(warning.message)]
+    layer = model.base_model.layer
+    layer.set_statistics("w", replace(layer.statistics["w"], counts=layer.statistics["w"].counts * 10**6))
+    save_experts(model, tmp_path / "greedy")
+    with pytest.warns(UserWarning, match=r"expert 'w' claims .*e\+0\d images, more than 100 times those of all"):
+        load_experts(make_vit(), tmp_path / "greedy")

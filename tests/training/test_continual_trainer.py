@@ -662,3 +662,16 @@ def test_two_runs_are_merged_and_learned_on_without_their_data(tmp_path):
         make_trainer(tmp_path / "both", stream, model=load_experts(make_vit(), tmp_path / "both"))
     answers = load_experts(make_vit(), tmp_path / "both").predict(make_splits(NAMES[4:6])["test"])
     assert answers == trainer.model.predict(make_splits(NAMES[4:6])["test"])
+
+
+def test_what_another_trainer_has_deleted_is_not_pushed(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(continual_trainer, "push_experts", lambda model, *_, **__: pushed.append(list(model.experts)))
+    first = make_trainer(tmp_path, hub_model_id="owner/run")
+    first.hub_model_id = "owner/run"
+    first.train()
+    second = make_trainer(tmp_path)
+    second.train()
+    second.delete_adapter("task_0")
+    first.push_to_hub()
+    assert pushed == [["task_1", "task_2"]]
