@@ -1,5 +1,6 @@
 """Every command of a results file parses, the harness measures every method, each script writes its figures."""
 
+import copy
 import importlib
 import json
 import re
@@ -231,6 +232,29 @@ def test_every_router_is_measured_on_the_same_experts_and_baselines_on_the_same_
         assert {"last_accuracy", "routing_accuracy", "calibration_error", "unknown_auroc"} <= set(figures)
     assert found["entropy"]["task_known_accuracy"] >= found["entropy"]["routing_accuracy"]
     assert set(found["entropy"]) == set(kept["summary"]["entropy"])
+
+
+def test_the_weight_of_a_mixture_is_chosen_without_test_images(bench, monkeypatch):
+    quick = type("Quick", (methods.LucaGaussian,), {"training": {"num_train_epochs": 1}})
+    monkeypatch.setattr(routing, "LucaGaussian", quick)
+    blind = copy.copy(bench)
+    blind.parts = {"train": bench.parts["train"]}
+    chosen = routing.chosen_weights(0, blind, folds=2)
+    assert set(chosen) == {*(task.name for task in bench.stream(0)), "all"}
+    assert set(chosen.values()) <= set(routing.MIXTURE_WEIGHTS)
+
+
+def test_a_mixture_of_weight_zero_is_auto_alone(bench, monkeypatch):
+    quick = type("Quick", (methods.LucaGaussian,), {"training": {"num_train_epochs": 1}})
+    monkeypatch.setattr(routing, "LucaGaussian", quick)
+    found = routing.measure_mixture(0, bench, folds=2)
+    learner = routing.learned(0, bench)
+    classes = tuple(learner.model.classes)
+    test = bench.select("test", classes, classes)
+    auto = routing.accuracy(learner.route(test, "auto").logits, test.labels)
+    learner.close()
+    assert found["weight 0, routed"] == found["weight 0, tasks by auto"] == auto
+    assert found["weight 0, task known"] >= auto
 
 
 def test_evidence_is_measured_at_every_number_of_images(given, tmp_path, monkeypatch):

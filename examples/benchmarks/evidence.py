@@ -4,28 +4,40 @@ the two numbers of an answer are calibrated. No test image chooses anything.
 
     python examples/benchmarks/calibration.py letters letters600 --train 600 --test 60
     python examples/benchmarks/evidence.py --dataset letters600 --increment 5 --output evidence_letters.json
+
+With `--mirrored`, only what a mirrored view of every training image brings to the statistics alone, each image counted
+once, and whether training images that are left out with their view say so.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from harness import Bench, StreamArguments, be_quiet, mean_and_deviation, parse, timed, write_results
+import torch.nn.functional as F
+from harness import BATCH, Bench, StreamArguments, be_quiet, mean_and_deviation, parse, timed, write_results
+from peft import get_peft_model
 from routing import accuracy, calibration_error
 from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import StratifiedKFold
 from torch import Tensor
 
-from peft_luca.routing.discriminants import RidgeClassifier
+from peft_luca import LucaConfig
+from peft_luca.routing.discriminants import RegularizedDiscriminant, RidgeClassifier
 from peft_luca.routing.evidence import EvidenceDiscriminant, Familiarity, collect_with_evidence
 from peft_luca.routing.statistics import ClassStatistics, pool
+
+
+FOLDS = 4
 
 
 @dataclass
 class EvidenceArguments(StreamArguments):
     """What to measure."""
+
+    mirrored: bool = field(default=False, metadata={"help": "Measure mirrored views in the statistics instead."})
 
     output: str = field(default="evidence.json", metadata={"help": "Where the figures go."})
     images_per_class: list[int] = field(
@@ -101,6 +113,56 @@ def ridge_accuracy(bench: Bench, images: int, random_features: int) -> float:
     return accuracy(RidgeClassifier(statistics).scores(bench.unit(test.features).float()), test.labels)
 
 
+@torch.no_grad()
+def mirrored_features(bench: Bench) -> Tensor:
+    """[CLS] of every training image, left and right exchanged, (images, d)."""
+    train = bench.parts["train"]
+
+    config = LucaConfig(classes=["a", "b"], reference=False)
+    model = get_peft_model(bench.model, config, adapter_name="probe")
+    found = [
+        model.pooled_features(bench.pixels(train, rows).flip(-1)).cpu()
+        for rows in torch.arange(len(train)).split(BATCH)
+    ]
+    bench.model = model.unload()
+    return torch.cat(found)
+
+
+def discriminant_of(views: list[Tensor], labels: Tensor, classes: tuple[str, ...]) -> RegularizedDiscriminant:
+    """Of unit features of one or more views of the same images, (images, d) each; an image counts once."""
+    n = len(views)
+    found = ClassStatistics.collect(torch.cat(views), labels.repeat(n), classes, rank=None)
+    factors = tuple(factor / n**0.5 for factor in found.factors)
+    return RegularizedDiscriminant(
+        replace(found, counts=found.counts / n, factors=factors, remainder=found.remainder / n)
+    )
+
+
+def measure_views(bench: Bench, seed: int, images: int, views: list[Tensor]) -> dict[str, float]:
+    """Accuracy on test images, and on left-out training images within each task, without and with the second view."""
+    train, test, figures = bench.parts["train"], bench.parts["test"], {}
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+    rows = torch.cat([order[train.labels[order] == k][:images] for k in range(len(bench.classes))])
+    y, x = train.labels[rows], bench.unit(test.features).float()
+    for name, used in (("plain", views[:1]), ("mirrored", views)):
+        part = [view[rows] for view in used]
+        figures[f"{name}, test accuracy"] = accuracy(discriminant_of(part, y, bench.classes).scores(x), test.labels)
+        losses, right = [], []
+        for task in bench.stream(seed):
+            own = torch.tensor([bench.classes.index(c) for c in task.classes])
+            mine = torch.isin(y, own).nonzero()[:, 0]
+            labels = (y[mine, None] == own).int().argmax(1)
+            folds = min(FOLDS, int(labels.bincount().min()))
+            for kept, held in StratifiedKFold(folds, shuffle=True, random_state=0).split(mine, labels):
+                made = discriminant_of([view[mine[kept]] for view in part], labels[kept], task.classes)
+                posterior = made.log_posterior(part[0][mine[held]].float())
+                losses.append(F.cross_entropy(posterior, labels[held], reduction="none"))
+                right.append(posterior.argmax(1) == labels[held])
+        figures[f"{name}, left-out log-loss"] = float(torch.cat(losses).mean())
+        figures[f"{name}, left-out accuracy"] = float(torch.cat(right).double().mean())
+    return figures
+
+
 def parse_arguments(given: list[str]) -> EvidenceArguments:
     return parse(EvidenceArguments, given)
 
@@ -110,10 +172,14 @@ def main() -> None:
     be_quiet()
     bench = Bench(args)
     most, rows = int(bench.parts["train"].labels.bincount().max()), []
+    views = [bench.unit(z) for z in (bench.parts["train"].features, mirrored_features(bench))] if args.mirrored else []
     for images in [n for n in args.images_per_class if n < most] + [most]:
-        found = [measure(bench, seed, images) for seed in args.seeds]
+        if args.mirrored:
+            found = [measure_views(bench, seed, images, views) for seed in args.seeds]
+        else:
+            found = [measure(bench, seed, images) for seed in args.seeds]
         row: dict[str, Any] = {name: mean_and_deviation([figures[name] for figures in found]) for name in found[0]}
-        if args.random_features:
+        if args.random_features and not args.mirrored:
             row["ridge accuracy"] = round(ridge_accuracy(bench, images, args.random_features), 4)
         rows.append({"images": images, **row})
         print(rows[-1], flush=True)

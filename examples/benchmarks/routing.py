@@ -4,16 +4,20 @@ orders. No router is chosen or tuned by a test image.
 
     python examples/benchmarks/routing.py examples/benchmarks/configs/emoji_14x4.json \\
         --output examples/benchmarks/results/routing_emoji_14.json
+
+With `--mixture`, only what whitened experts add to `auto`, by one weight that left-out training images choose.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from harness import Bench, Part, StreamArguments, be_quiet, mean_and_deviation, parse, write_results
 from methods import Lda, LucaGaussian, RanPac, SimpleCil, fit_probe
 from sklearn.metrics import roc_auc_score
@@ -27,6 +31,8 @@ from peft_luca.routing.statistics import ClassStatistics
 ROUTERS = "entropy", "energy", "nearest", "lda", "gaussian", "auto", "ridge"
 RELEASED_BATCH = 48
 RANPAC_SEEDS = 3
+# Of the experts' log-softmax beside the log-posterior of `auto`; the first one is `auto` alone.
+MIXTURE_WEIGHTS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass
@@ -35,6 +41,8 @@ class RoutingArguments(StreamArguments):
 
     random_features: int = field(default=2000, metadata={"help": "Random features of `ridge`."})
     baselines: bool = field(default=True, metadata={"help": "Measure the baselines too."})
+    mixture: bool = field(default=False, metadata={"help": "Measure mixtures of `auto` and the experts instead."})
+    folds: int = field(default=3, metadata={"help": "Folds of the training images that choose a mixture's weight."})
     output: str = field(default="routing.json", metadata={"help": "Where the figures go."})
 
 
@@ -105,6 +113,101 @@ def measure_routers(seed: int, bench: Bench, random_features: int) -> dict[str, 
     return figures
 
 
+def learned(seed: int, bench: Bench) -> LucaGaussian:
+    """A learner of all tasks of a stream."""
+    stream = bench.stream(seed)
+    learner = LucaGaussian(bench, stream, stream.classes, seed)
+    for task in stream:
+        learner.fit(task, bench.part(task, "train", stream.classes))
+    return learner
+
+
+def without_fold(bench: Bench, kept: Tensor, held: Tensor) -> Bench:
+    """The bench whose training images are those kept, and whose test images are the training images held out."""
+    made, train, domain = copy.copy(bench), bench.parts["train"], bench.domain["train"]
+    rows = {"train": kept, "test": held}
+    made.parts = {
+        split: Part(train.features[r], train.labels[r], train.images.select(r.tolist())) for split, r in rows.items()
+    }
+    made.domain = {split: domain[r] for split, r in rows.items()}
+    return made
+
+
+def posteriors_within(learner: LucaGaussian, bench: Bench) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """
+    Of each expert, over its own classes and for the test images of these: log-posterior of the Gaussians of its own
+    statistics, its own log-softmax, and labels.
+    """
+    found = {}
+    for name, own in learner.model.experts.items():
+        test = bench.select("test", own, own)
+        gaussian = RegularizedDiscriminant(learner.model.statistics[name])
+        expert = learner.expert_logits(test, name).log_softmax(1)
+        found[name] = gaussian.log_posterior(bench.unit(test.features).float()), expert, test.labels
+    return found
+
+
+def chosen_weights(seed: int, bench: Bench, folds: int) -> dict[str, float]:
+    """
+    The weight of each expert, and of all at once (`all`), of least log-loss on training images that experts and
+    statistics did not see; 0 unless another is better by more than its standard error.
+    """
+    train, losses = bench.parts["train"], {}
+    for kept, held in StratifiedKFold(folds, shuffle=True, random_state=0).split(train.features, train.labels):
+        part = without_fold(bench, torch.from_numpy(kept), torch.from_numpy(held))
+        learner = learned(seed, part)
+        for name, (gaussian, expert, labels) in posteriors_within(learner, part).items():
+            mixed = [F.cross_entropy(gaussian + w * expert, labels, reduction="none") for w in MIXTURE_WEIGHTS]
+            losses.setdefault(name, []).append(torch.stack(mixed))
+        learner.close()
+        bench.model = part.model
+    per_expert = {name: torch.cat(rows, dim=1) for name, rows in losses.items()}
+    weights = {}
+    for name, loss in {**per_expert, "all": torch.cat(list(per_expert.values()), dim=1)}.items():
+        best = int(loss.sum(1).argmin())
+        gain = loss[0] - loss[best]
+        weights[name] = MIXTURE_WEIGHTS[best if gain.sum() > gain.square().sum().sqrt() else 0]
+    return weights
+
+
+def measure_mixture(seed: int, bench: Bench, folds: int) -> dict[str, float]:
+    """
+    Accuracy of `auto` mixed with the experts' log-softmax over their own classes: within the known task, across tasks
+    (`routed`), and across tasks where the experts move only the shares within a task (`tasks by auto`).
+    """
+    weights = chosen_weights(seed, bench, folds)
+    learner = learned(seed, bench)
+    classes, experts = tuple(learner.model.classes), learner.model.experts
+    test = bench.select("test", classes, classes)
+    auto = learner.route(test, "auto").logits.log_softmax(1)
+    own = {name: torch.tensor([classes.index(c) for c in names]) for name, names in experts.items()}
+    votes = {name: learner.expert_logits(test, name).log_softmax(1) for name in experts}
+    nearest = learner.route(test, "nearest")
+    figures = {"nearest, routed": accuracy(nearest.logits, test.labels)}
+    learner.close()
+
+    def add(rule: str, weight_of: dict[str, float]) -> None:
+        routed, by_auto, within = auto.clone(), auto.clone(), torch.zeros(len(test), dtype=torch.bool)
+        for name, columns in own.items():
+            mixed = auto[:, columns] + weight_of[name] * votes[name]
+            routed[:, columns] = mixed
+            by_auto[:, columns] = mixed.log_softmax(1) + auto[:, columns].logsumexp(1, keepdim=True)
+            within |= columns[mixed.argmax(1)] == test.labels
+        figures[f"{rule}, task known"] = float(within.double().mean())
+        figures[f"{rule}, routed"] = accuracy(routed, test.labels)
+        figures[f"{rule}, tasks by auto"] = accuracy(by_auto, test.labels)
+
+    for weight in MIXTURE_WEIGHTS:
+        add(f"weight {weight:g}", dict.fromkeys(own, weight))
+    add("held-out weight of all", dict.fromkeys(own, weights["all"]))
+    add("held-out weight of each", weights)
+    only = torch.stack([own[name][votes[name].argmax(1)] == test.labels for name in own]).any(0)
+    figures["experts alone, task known"] = float(only.double().mean())
+    figures["chosen weight of all"] = weights["all"]
+    figures["chosen weight of each, mean"] = sum(weights[name] for name in own) / len(own)
+    return figures
+
+
 def regularised_discriminant(x: Tensor, y: Tensor, test: Tensor) -> Tensor:
     """Friedman's, with the volume term of the density; strengths by cross-validation on training images."""
 
@@ -148,10 +251,27 @@ def parse_arguments(given: list[str]) -> RoutingArguments:
     return args
 
 
+def write_mixture(args: RoutingArguments, bench: Bench) -> None:
+    """Measure mixtures of every order; write the file after each. The best weight is chosen by the test images."""
+    rows: list[dict[str, float]] = []
+    for seed in args.seeds:
+        rows.append(measure_mixture(seed, bench, args.folds))
+        print(seed, rows[-1], flush=True)
+        summary = {name: mean_and_deviation([row[name] for row in rows]) for name in rows[0]}
+        best = {
+            kind: max(MIXTURE_WEIGHTS, key=lambda w: summary[f"weight {w:g}, {kind}"]["mean"] or 0.0)
+            for kind in ("task known", "routed", "tasks by auto")
+        }
+        setting = {"stream": args.name, "folds": args.folds, "class_order_seeds": args.seeds[: len(rows)]}
+        write_results(args.output, setting=setting, best_weight_by_test_images=best, summary=summary, rows=rows)
+
+
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     be_quiet()
     bench = Bench(args)
+    if args.mixture:
+        return write_mixture(args, bench)
     baselines = measure_baselines(bench, args.seeds) if args.baselines else {}
     setting = {
         "model": Path(args.model).name,
