@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ..data.collator import ImageCollator
 from ..data.feature_cache import FeatureExtractor
+from ..tuner.backbone import compiled_trunk
 from ..tuner.model import LucaModel
 
 
@@ -85,12 +86,13 @@ def make_extractor(tuner: LucaModel, collator: ImageCollator, args: Any, writes:
     names = ("pin_memory", "multiprocessing_context", "prefetch_factor")
     options = args.disable_tqdm, {name: getattr(args, f"dataloader_{name}") for name in names}
 
-    half, read = half_precision(args), tuner.pooled_features
-    if args.torch_compile:  # dynamic, because the last batch is smaller
-        read = torch.compile(read, backend=args.torch_compile_backend, mode=args.torch_compile_mode, dynamic=True)
+    half, trunk = half_precision(args), None
+    if args.torch_compile:
+        options_of_torch = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        trunk = compiled_trunk(tuner.model, tuner.targeted_module_names[0], **options_of_torch)
 
     def pooled_features(pixels: torch.Tensor) -> torch.Tensor:
         with torch.autocast(args.device.type, half, enabled=half is not None):
-            return read(pixels.to(args.device, tuner.backbone.dtype))
+            return tuner.pooled_features(pixels.to(args.device, tuner.backbone.dtype), trunk=trunk)
 
     return FeatureExtractor(pooled_features, collator, *settings, writes, *options)

@@ -53,13 +53,21 @@ SETTINGS_TOLERANCE = 0.02
 
 
 @torch.no_grad()
-def pooled_features(model: nn.Module, head: Head, pixel_values: Tensor, **options: Any) -> Tensor:
+def pooled_features(
+    model: nn.Module, head: Head, pixel_values: Tensor, trunk: nn.Module | None = None, **options: Any
+) -> Tensor:
     """
-    [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`. `options` are passed to the model, which is not
-    changed: several threads may call this at once.
+    [CLS] of images, `(batch, channels, height, width)` → `(batch, d)`. `options` are passed to the model, or to its
+    [`compiled_trunk`]. The model is not changed: several threads may call this at once.
     """
-    output = _without_head(model, head.name)(pixel_values, **options)
+    output = (_without_head(model, head.name) if trunk is None else trunk)(pixel_values, **options)
     return cls_of(output if isinstance(output, Tensor) else output.logits, head.width, head.input_width)
+
+
+def compiled_trunk(model: nn.Module, head_name: str, **options: Any) -> nn.Module:
+    """The model without its head, compiled by torch with `options`: one graph for batches of every size."""
+    trunk: Any = torch.compile(_without_head(model, head_name), dynamic=True, **options)
+    return trunk
 
 
 def _without_head(model: nn.Module, head_name: str) -> nn.Module:

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from helpers import D, make_model
+from helpers import SIDE, D, make_model, make_trainer
+from torch._dynamo.testing import CompileCounter
 
 from peft_luca import FeatureDataset
 from peft_luca.training import evaluation
+from peft_luca.training.batches import make_extractor
 from peft_luca.training.evaluation import measure_stage
 
 
@@ -61,3 +63,36 @@ def test_a_batch_is_full_before_the_next_one_begins(monkeypatch):
     assert batches == [[(0, 0, 4), (2, 0, 2)], [(2, 2, 8)], [(2, 8, 9), (3, 0, 1)]]
     whole = [[(t, rows.start, rows.stop) for t, rows in batch] for batch in evaluation._batches([4, 0, 9, 1], True)]
     assert whole == [[(0, 0, 4)], [(2, 0, 9)], [(3, 0, 1)]]
+
+
+# --- how the backbone computes [CLS] ---
+
+
+def test_half_precision_holds_for_the_extraction_and_has_files_of_its_own(tmp_path):
+    settings, found = {"features_cache_dir": str(tmp_path / "cache"), "num_train_epochs": 1}, []
+    for half in (False, True):
+        trainer = make_trainer(tmp_path / str(half), bf16=half, **settings)
+        trainer.train_task(trainer.stream[0])
+        found.append(trainer.features(trainer.stream[0], "train").features)
+        assert found[-1].dtype == torch.float32
+    pixels = trainer.data_collator(list(trainer.stream[0].train.remove_columns("labels")))["pixel_values"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = trainer.tuner.pooled_features(pixels).float()
+    torch.testing.assert_close(found[1], expected, rtol=2e-2, atol=2e-2)
+    assert not torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[1], rtol=0.1, atol=0.1)
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 4  # train and test images of each
+
+
+def test_torch_compile_holds_for_the_extraction(tmp_path):
+    torch._dynamo.reset()
+    compiled = make_trainer(tmp_path / "out", torch_compile=True, torch_compile_backend="eager", num_train_epochs=1)
+    counter = CompileCounter()
+    compiled.args.torch_compile_backend = counter
+    model = make_model({"t": ["x", "y"]})
+    extract = make_extractor(model.base_model, compiled.data_collator, compiled.args)
+    pixels = torch.randn(7, 3, SIDE, SIDE)
+    with torch.no_grad():
+        for batch in (7, 5, 6):
+            torch.testing.assert_close(extract.pooled_features(pixels[:batch]), model.pooled_features(pixels[:batch]))
+    assert counter.frame_count == 1  # the smaller batches are of the same graph
