@@ -65,7 +65,7 @@ def pooled_features(
 
 
 def compiled_trunk(model: nn.Module, head_name: str, **options: Any) -> nn.Module:
-    """The model without its head, compiled by torch with `options`: one graph for batches of every size."""
+    """The model without its head, compiled by torch with `options`, not anew for each size of a batch."""
     trunk: Any = torch.compile(_without_head(model, head_name), dynamic=True, **options)
     return trunk
 
