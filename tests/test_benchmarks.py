@@ -255,6 +255,7 @@ def test_a_mixture_of_weight_zero_is_auto_alone(bench, monkeypatch):
     learner.close()
     assert found["weight 0, routed"] == found["weight 0, tasks by auto"] == auto
     assert found["weight 0, task known"] >= auto
+    assert set(found) == set(read(RESULTS / "mixture_emoji_14.json")["summary"])
 
 
 def test_evidence_is_measured_at_every_number_of_images(given, tmp_path, monkeypatch):
@@ -269,6 +270,15 @@ def test_evidence_is_measured_at_every_number_of_images(given, tmp_path, monkeyp
     assert set(few) == set(most) == set(kept)
     assert 0 <= few["unknown AUROC"]["mean"] <= 1
     assert few["auto accuracy"]["mean"] > 0.5
+
+
+def test_a_second_view_that_is_the_first_changes_nothing(bench):
+    x = bench.unit(bench.parts["train"].features)
+    assert evidence.mirrored_features(bench).shape == x.shape
+    found = evidence.measure_views(bench, 0, 4, [x, x])
+    for name in ("test accuracy", "left-out accuracy", "left-out log-loss"):
+        assert found[f"mirrored, {name}"] == pytest.approx(found[f"plain, {name}"], rel=0.1)
+    assert {"images", *found} == set(read(RESULTS / "views_emoji.json")["rows"][0])
 
 
 def test_an_ablation_has_figures_of_its_own(bench):
