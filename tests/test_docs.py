@@ -381,7 +381,8 @@ def test_appendix_has_the_figures_of_the_results():
         (recipe, "entropy, 8 candidates, same expert as dense"), (recipe, "entropy, 8 candidates"),
         (recipe, "entropy, 4 candidates"), (recipe, "entropy, 2 candidates"),
     ]  # fmt: skip
-    removed, tried, ablations = re.split("## Better entropy routing|## Ablations", read("docs/appendix.md"))
+    sections = re.split("## Better entropy routing|## Ablations|## Experts or views", read("docs/appendix.md"))
+    removed, tried, ablations, beside = sections
     summary = results_of("entropy_paths_emoji.json", "summary")
     assert figures_in(tried) == [mean(summary[variant][figure]) for variant, figure in expected]
     for name, figure in re.findall(r"`(\w+)` (?:has )?\(?(0\.\d{3})", removed):
@@ -393,6 +394,13 @@ def test_appendix_has_the_figures_of_the_results():
     ]  # fmt: skip
     measured = [mean(results_of(f"ablations_{name}.json", "summary", *keys)) for name, *keys in expected]
     assert figures_in(ablations.replace("λ = 0.001", "")) == measured
+    mixture = results_of("mixture_emoji_14.json", "summary")
+    assert mean(mixture["chosen weight of all"]) == 0
+    expected = [mean(mixture[f"weight {weight}, routed"]) for weight in ("0", "0.5")]
+    for name in ("emoji", "digits"):
+        of_all = results_of(f"views_{name}.json", "rows")[-1]
+        expected += [mean(of_all[f"{view}, test accuracy"]) for view in ("plain", "mirrored")]
+    assert figures_in(beside) == [value for value in expected if value < 1]
 
 
 def test_cost_and_reliability_pages_have_the_figures_of_the_results():
