@@ -16,6 +16,7 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from PIL import ExifTags, Image, ImageOps
 from torch import Tensor, nn
+from transformers.image_processing_backends import PilBackend
 
 
 # What turns an image upright, by its EXIF orientation from 2 to 8.
@@ -90,8 +91,34 @@ def _to_eight_bits(image: Image.Image, white_level: float | None) -> Image.Image
 def make_pixels(images: Iterable[Any], processing_class: Any, start: int = 0, **options: Any) -> Tensor:
     """Images of any kind → pixel values, `(batch, channels, height, width)`. Errors count images from `start`."""
     read = partial(read_image, **options)
-    upright = [read_named(image, read, f"at position {i}") for i, image in enumerate(images, start)]
-    return processing_class(images=upright, return_tensors="pt")["pixel_values"]
+    return process(
+        [read_named(image, read, f"at position {i}") for i, image in enumerate(images, start)], processing_class
+    )
+
+
+def process(images: list[Image.Image], processing_class: Any, **options: Any) -> Tensor:
+    """
+    Upright RGB or grey images → pixel values, `(batch, channels, height, width)`, by an image processor with its
+    `options`. What a stock one of Pillow does to RGB images is done here in less time, with the same bits: it is
+    resized before it is copied, and a table of the 256 values of each channel is scaled in place of the pixels.
+    """
+    own, size = type(processing_class), dict(getattr(processing_class, "size", None) or {})
+    is_stock = isinstance(processing_class, PilBackend) and all(
+        getattr(own, name) is getattr(PilBackend, name)
+        for name in ("preprocess", "_preprocess", "resize", "normalize")
+    )
+    steps = [getattr(processing_class, f"do_{step}", None) for step in ("resize", "center_crop", "pad")]
+    is_plain = is_stock and size.keys() == {"height", "width"} and steps[0] and not any(steps[1:]) and not options
+    if not is_plain or {image.mode for image in images} != {"RGB"}:
+        return processing_class(images=images, return_tensors="pt", **options)["pixel_values"]
+    ramp = Image.fromarray(np.arange(256, dtype=np.uint8)[None, :, None].repeat(3, axis=2))
+    table = processing_class(images=[ramp], do_resize=False, return_tensors="np")["pixel_values"][0, :, 0]  # (3, 256)
+    pixels = np.empty((len(images), 3, size["height"], size["width"]), table.dtype)
+    for place, image in zip(pixels, images, strict=True):
+        values = np.asarray(image.resize((size["width"], size["height"]), processing_class.resample))
+        for channel in range(3):
+            np.take(table[channel], values[..., channel], out=place[channel], mode="clip")
+    return torch.from_numpy(pixels)
 
 
 def read_bytes(image: dict[str, Any]) -> bytes:

@@ -322,6 +322,7 @@ def test_growth_measures_every_stop(given, tmp_path):
         "learning --train_images 4 --test_images 4 --peer_images 4 --size 32",
         "parameters --images 1 --rounds 1",
         "overhead --images 60 --epochs 1 --rounds 1",
+        "images --batch 2 --rounds 1",
         "memory --images 1000 --classes 10 --width 48 --steps 3",
     ],
 )

@@ -407,6 +407,7 @@ def test_cost_and_reliability_pages_have_the_figures_of_the_results():
     speed, stock = results_of("speed.json"), results_of("overhead.json", "times_of_stock")
     mutation, run = results_of("mutation.json"), results_of("reliability.json")
     measured, kills = run["measured"], run["measured"]["kills"]
+    images, rates = results_of("images_cost.json"), results_of("images_cost.json", "images per second")
     mib = {name: f"{value / 2**20:.1f} MiB" for name, value in measured.items() if "grown_bytes" in name}
     cost = [
         f"is {speed['faster_than_released']:.1f} times faster than the released",
@@ -415,6 +416,9 @@ def test_cost_and_reliability_pages_have_the_figures_of_the_results():
         f"takes {stock['continual_train']:.2f} times what a stock",
         f"saving, {stock['continual_train_task']:.2f} times",
         f"train in {results_of('memory.json', 'rss_anon_beyond_gib'):.2f} GiB of anonymous memory",
+        f"one core reads {images['ours against Pillow']:.2f} times as many images a second as Pillow",
+        f"reads {rates['transformers'] / rates['Pillow']:.2f} times as many. The pixels",
+        f"takes {images['bfloat16 against float32']:.2f} times its time for [CLS]",
     ]
     reliability = [
         f"sample of {mutation['mutants']} places, one at a time. "

@@ -20,13 +20,14 @@ from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, 
 from PIL import Image as PilImage
 from PIL import ImageColor
 from PIL.PngImagePlugin import PngInfo
-from transformers import ViTImageProcessorPil
+from transformers import BitImageProcessorPil, DeiTImageProcessorPil, ViTImageProcessorPil
 from transformers.image_utils import load_image
 
 from peft_luca.preprocessing import (
     MissingSourceError,
     channels_of,
     image_size,
+    process,
     random_crop_and_flip,
     read_bytes,
     read_image,
@@ -485,3 +486,38 @@ def test_crops_have_the_areas_and_ratios_of_the_paper():
     assert 0.65 < min(ratios) < 0.9
     assert 1.1 < max(ratios) < 1.5
     assert 0.4 < np.mean(flips) < 0.6
+
+
+# --- a stock image processor of Pillow ---
+
+
+class Darker(ViTImageProcessorPil):
+    def normalize(self, image, mean, std, **kwargs):
+        return super().normalize(image, mean, std, **kwargs) - 1
+
+
+SIZES = {"height": 20, "width": 31}
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        ViTImageProcessorPil(size=SIZES),
+        ViTImageProcessorPil(size=SIZES, resample=3, image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6]),
+        ViTImageProcessorPil(size=SIZES, resample=0, do_normalize=False),
+        ViTImageProcessorPil(size=SIZES, do_rescale=False),
+        ViTImageProcessorPil(do_resize=False),
+        DeiTImageProcessorPil(size=SIZES, crop_size={"height": 16, "width": 16}),
+        BitImageProcessorPil(size={"shortest_edge": 20}, crop_size=SIZES),
+        Darker(size=SIZES),
+    ],
+    ids=lambda processor: f"{type(processor).__name__}{processor.resample}",
+)
+def test_pixels_are_those_of_the_image_processor_to_the_bit(processor):
+    rng = np.random.default_rng(0)
+    pictures = [PilImage.fromarray(rng.integers(0, 256, (40, 57, 3), dtype=np.uint8)) for _ in range(3)]
+    for images in (pictures, [image.convert("L").convert("RGB") for image in pictures]):
+        expected = processor(images=images, return_tensors="pt")["pixel_values"]
+        found = process(images, processor)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)

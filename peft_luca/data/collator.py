@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..preprocessing import image_size, make_pixels, random_crop_and_flip, read_image, read_named
+from ..preprocessing import image_size, make_pixels, process, random_crop_and_flip, read_image, read_named
 
 
 ROW = "__row__"  # the key of a row's number among its columns
@@ -53,7 +53,7 @@ class ImageCollator:
         if self.augmentation:
             size, options = image_size(self.processing_class), {"do_resize": False, "do_center_crop": False}
             images = [random_crop_and_flip(images[i], *size, self._generator(row)) for i, row in enumerate(rows)]
-        batch = {"pixel_values": self.processing_class(images=images, return_tensors="pt", **options)["pixel_values"]}
+        batch = {"pixel_values": process(images, self.processing_class, **options)}
         if "labels" in rows[0]:
             labels = [int(row["labels"]) for row in rows]
             ids = {label: label for label in labels} if self.label_ids is None else self.label_ids
