@@ -135,7 +135,7 @@ def test_left_out_distances_are_those_of_covariances_without_the_image(volume):
 @pytest.mark.parametrize("volume", [0.0, 1.0])
 @pytest.mark.parametrize("rank", [None, 4])
 def test_distances_are_in_units_of_those_that_are_typical(rank, volume):
-    x, y = images(sizes=(200, 9, 14, 1, 11))
+    x, y = images(sizes=(200, 2, 14, 1, 11))
     made = RegularizedDiscriminant(collect(x, y, rank=rank), 0.4, 0.1, volume)
     plain = RegularizedDiscriminant(collect(x, y, rank=rank), 0.4, 0.1)
     squared = -2 * plain.scores(x)[torch.arange(len(x)), y]
@@ -144,6 +144,7 @@ def test_distances_are_in_units_of_those_that_are_typical(rank, volume):
     if rank is None:  # a low rank keeps the mean of the diagonal alone
         assert made.typical[0] == pytest.approx(float(left[many].mean()), rel=0.05)
     assert made.typical[3] == pytest.approx(float(made.typical[[0, 1, 2, 4]].mean()))
+    assert made.typical[1] != made.typical[3]  # two images have a distance of their own
     alone = RegularizedDiscriminant(collect(*images(sizes=(1, 1, 1, 1, 1)), rank=rank))
     assert made.typical.isfinite().all()
     assert torch.equal(alone.typical, torch.full((5,), float(D)))
