@@ -173,9 +173,8 @@ def _evaluate(args: Any) -> None:
 
 
 def _push(args: Any) -> None:
-    results = Path(args.experts) / RESULTS_NAME
-    figures = read_json(results) if results.is_file() else None
-    _print(str(push_experts(_load(args), args.repo, private=args.private, results=figures)))
+    results = RunFolder(args.experts).results()
+    _print(str(push_experts(_load(args), args.repo, private=args.private, results=results or None)))
 
 
 def _pull(args: Any) -> None:
