@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from transformers import EvalPrediction
 
+from peft_luca import ContinualAccuracy
 from peft_luca.training.metrics import (
     COMPARING_STAGES,
     Accuracy,
-    ContinualAccuracy,
     average_accuracy,
     backward_transfer,
     forgetting,

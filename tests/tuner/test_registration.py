@@ -1,6 +1,8 @@
 """LUCA as a type of PEFT: registered once, pickled, and never in place of another package's."""
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftConfig, get_peft_config
@@ -56,3 +58,13 @@ def test_a_foreign_luca_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match="already has a type called LUCA that is not from peft_luca"):
         register(LucaConfig, LucaModel)
     assert list(PeftType) == before
+
+
+def test_importing_the_package_imports_neither_pipelines_nor_evaluate():
+    code = (
+        "import peft_luca, sys; print({'evaluate', 'transformers.pipelines'} & set(sys.modules)); "
+        "print(peft_luca.ContinualAccuracy.__name__, peft_luca.LucaPipeline.__name__); from peft_luca import *; "
+        "print(all(name in globals() for name in peft_luca.__all__), hasattr(peft_luca, 'nothing'))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == ["set()", "ContinualAccuracy LucaPipeline", "True False"]
