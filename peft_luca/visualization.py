@@ -8,7 +8,6 @@ Args:
     model ([`~peft.PeftModel`]): A model of LuCA experts, with its router set.
     features (`dict[str, FeatureDataset]`):
         Expert → [CLS] of its task's images: `features` `(images, d)` and `labels` `(images,)`, its own ids 0 … K-1.
-    images (`dict[str, Sequence[PIL.Image.Image]]`): Expert → the same images.
 
 [`ContinualTrainer.save_plots`] draws all plots of a run.
 """
@@ -25,8 +24,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from .preprocessing import read_image
-from .tuner.layer import find_layer, image_options
+from .tuner.layer import find_layer
 
 
 if TYPE_CHECKING:
@@ -120,40 +118,6 @@ def tsne(model: PeftModel, features: Features, seed: int = 0) -> Figure:
     return figure
 
 
-def misrouted_images(
-    model: PeftModel, features: Features, images: Mapping[str, Sequence[Any]], limit: int = 6
-) -> Figure:
-    """
-    Images that were routed to another task's expert, with every expert's best class and entropy: wrong predictions
-    first, the one of lowest entropy before the others.
-    """
-    measured, experts, classes, found = _measure(model, features), list(model.experts), model.classes, []
-    for row in (measured.expert != measured.task).nonzero()[:, 0].tolist():
-        own, chosen, entropies = int(measured.task[row]), int(measured.expert[row]), measured.entropies[row]
-        label = model.experts[experts[own]][measured.labels[row]]
-        predicted = classes[measured.best[row, chosen]]
-        found.append((label == predicted, float(entropies[chosen]), row, own, chosen, label, predicted))
-    wrong, shown = sorted(found)[:limit], min(len(experts), NAMED)
-    if not wrong:
-        title = "every image was routed to the expert of its task"
-        return _figure(4.8, 1.6, title=title, frame_on=False, xticks=[], yticks=[])[0]
-    figure, axes = _figure(7.6, len(wrong) * (0.6 + 0.2 * shown), rows=len(wrong), columns=2)
-    for picture, bars, (_, _, row, own, chosen, label, predicted) in zip(axes[::2], axes[1::2], wrong, strict=True):
-        image = images[experts[own]][int(measured.row[row])]
-        picture.imshow(read_image(image, **image_options(model)), cmap="gray")
-        picture.set_title(_plain(f"{label} ({experts[own]}), predicted {predicted}"), fontsize=8)
-        picture.set_axis_off()
-        lowest = measured.entropies[row].topk(shown, largest=False).indices.sort().values.tolist()
-        best = [_plain(f"{experts[t]}: {classes[int(measured.best[row, t])]}") for t in lowest]
-        colors, hatches = [COLORS[1 if t == chosen else 4] for t in lowest], [HATCHES[t == own] for t in lowest]
-        bars.barh(best, measured.entropies[row, lowest].numpy(), color=colors, hatch=hatches, edgecolor="black")
-        bars.tick_params(labelsize=8)
-        bars.invert_yaxis()
-    axes[-1].set_xlabel("entropy in nats (dark: routed to, hatched: its own task)", fontsize=8)
-    figure.suptitle("Routed to another task's expert", fontsize=10)
-    return figure
-
-
 def class_confusion(report: Facts, limit: int = NAMED) -> Figure:
     """The classes that are confused most: of a class's test images, the share for which another is predicted, in %."""
     pairs = report["confused"][:limit]
@@ -165,10 +129,8 @@ def class_confusion(report: Facts, limit: int = NAMED) -> Figure:
     return figure
 
 
-def of_a_run(
-    results: Facts, model: PeftModel, features: Features, images: Mapping[str, Sequence[Any]], report: Facts
-) -> Iterator[tuple[str, Figure]]:
-    """Yields all plots above, with their names; none if no images are given."""
+def of_a_run(results: Facts, model: PeftModel, features: Features, report: Facts) -> Iterator[tuple[str, Figure]]:
+    """Yields all plots above, with their names; none if there are no features."""
     if not features:
         return
     yield "accuracy_matrix", accuracy_matrix(results)
@@ -177,7 +139,6 @@ def of_a_run(
     yield "entropy_histograms", entropy_histograms(model, features)
     if sum(len(given.labels) for given in features.values()) > 3:
         yield "tsne", tsne(model, features)
-    yield "misrouted_images", misrouted_images(model, features, images)
     yield "class_confusion", class_confusion(report)
 
 
@@ -199,12 +160,9 @@ def check_installed(*modules: str) -> None:
 
 class _Measured(NamedTuple):
     features: Tensor  # (images, d), on the CPU as all others
-    labels: Tensor  # (images,), the task's own ids
     task: Tensor  # (images,), place of the right expert
-    row: Tensor  # (images,), in the task's dataset
     expert: Tensor  # (images,), place of the expert to which it was routed
     entropies: Tensor  # (images, experts), in nats
-    best: Tensor  # (images, experts), global id of each expert's best class
 
 
 @torch.no_grad()
@@ -218,7 +176,7 @@ def _measure(model: PeftModel, features: Features) -> _Measured:
             expert = model.route_features(z).expert.cpu()
             task = torch.full_like(rows, experts.index(name))
             entropies = torch.special.entr(scores.softmax(dim=-1)).sum(dim=-1)
-            parts.append((z.cpu(), given.labels[rows], task, rows, expert, entropies, scores.argmax(dim=-1)))
+            parts.append((z.cpu(), task, expert, entropies))
     return _Measured(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

@@ -2,14 +2,12 @@
 
 import io
 import itertools
-import re
 import sys
 
 import numpy as np
 import pytest
 import torch
 from helpers import make_model
-from PIL import Image
 
 from peft_luca import FeatureDataset
 
@@ -31,8 +29,7 @@ REPORT = {
     ],
 }
 PLOTS = [
-    "accuracy_matrix", "accuracy_over_stream", "routing_confusion", "entropy_histograms", "tsne", "misrouted_images",
-    "class_confusion",
+    "accuracy_matrix", "accuracy_over_stream", "routing_confusion", "entropy_histograms", "tsne", "class_confusion",
 ]  # fmt: skip
 
 
@@ -159,28 +156,6 @@ def test_tsne_has_a_point_for_every_image_and_a_ring_around_each_misrouted_one(m
     assert [len(part.get_offsets()) for part in plots.tsne(model, features).axes[0].collections[:3]] == [4, 4, 4]
 
 
-def test_misrouted_images_show_what_every_expert_predicts(model_and_features):
-    model, features = model_and_features
-    images = {name: [Image.new("RGB", (8, 8), (10 * i, 0, 0)) for i in range(8)] for name in features}
-    figure = plots.misrouted_images(model, features, images, limit=2)
-    pictures, bars = figure.axes[::2], figure.axes[1::2]
-    assert len(pictures) == len(bars) == 2
-    assert all(len(axes.patches) == 3 for axes in bars)
-    # The first row is the wrong prediction of lowest entropy.
-    label, own, predicted = re.fullmatch(r"(\w+) \((\w+)\), predicted (\w+)", pictures[0].get_title()).groups()
-    row = int(pictures[0].images[0].get_array()[0, 0, 0]) // 10
-    routed = model.route_features(features[own].features[row : row + 1])
-    assert list(model.experts)[int(routed.expert[0])] != own
-    assert label == model.experts[own][int(features[own].labels[row])]
-    assert predicted == model.classes[int(routed.logits.argmax())] != label
-    np.testing.assert_allclose([bar.get_width() for bar in bars[0].patches], routed.entropies[0].numpy(), rtol=1e-4)
-    colors = [bar.get_facecolor() for bar in bars[0].patches]
-    assert [colors.count(color) for color in colors].index(1) == int(routed.expert[0])
-    one = make_model({"warm": ["red", "blue"]})
-    nothing = plots.misrouted_images(one, {"warm": features["warm"]}, {})
-    assert "every image was routed to the expert of its task" in texts(nothing)
-
-
 def test_features_of_other_experts_are_refused(model_and_features):
     model, features = model_and_features
     for wrong in ({}, {"nobody": features["warm"]}, {"warm": FeatureDataset(torch.zeros(0, 32), torch.zeros(0))}):
@@ -190,11 +165,10 @@ def test_features_of_other_experts_are_refused(model_and_features):
 
 def test_all_plots_of_a_run(model_and_features):
     model, features = model_and_features
-    images = {name: [Image.new("RGB", (8, 8))] * 8 for name in features}
-    assert [name for name, _ in plots.of_a_run(RESULTS, model, features, images, REPORT)] == PLOTS
+    assert [name for name, _ in plots.of_a_run(RESULTS, model, features, REPORT)] == PLOTS
     few = {"plain": FeatureDataset(torch.zeros(3, 32), torch.zeros(3, dtype=torch.long))}
-    assert "tsne" not in dict(plots.of_a_run(RESULTS, model, few, images, REPORT))
-    assert not list(plots.of_a_run(RESULTS, model, {}, {}, REPORT))
+    assert "tsne" not in dict(plots.of_a_run(RESULTS, model, few, REPORT))
+    assert not list(plots.of_a_run(RESULTS, model, {}, REPORT))
 
 
 @pytest.mark.parametrize("module", ["matplotlib.figure", "sklearn.manifold"])

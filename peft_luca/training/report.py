@@ -65,9 +65,9 @@ class ReportingTrainer(PublishingTrainer):
         Draws the pictures of [`~peft_luca.visualization`] into `plots` in the output folder, and into TensorBoard if
         the run logs to it. Returns the files.
         """
-        (tests, images), classes, files = self._tests(), self.class_report(), []
+        (tests, _), classes, files = self._tests(), self.class_report(), []
         if self.is_world_process_zero():
-            for name, figure in visualization.of_a_run(self.results(), self.model, tests, images, classes):
+            for name, figure in visualization.of_a_run(self.results(), self.model, tests, classes):
                 files.append(self.folder.save_file(f"{PLOTS_NAME}/{name}.png", visualization.png(figure)))
                 for callback in self.callback_handler.callbacks:
                     if getattr(callback, "tb_writer", None) is not None:
@@ -81,7 +81,7 @@ class ReportingTrainer(PublishingTrainer):
         """
         (tests, images), report, results = self._tests(), self.class_report(), self.results()
         if self.is_world_process_zero():
-            figures = visualization.of_a_run(results, self.model, tests, images, report)
+            figures = visualization.of_a_run(results, self.model, tests, report)
             pictures, options = [_embed(visualization.png(figure)) for _, figure in figures], image_options(self.model)
             for pair in report["confused"][:PAIRS]:
                 pair["pictures"] = [_thumbnail(images[task][row], options) for task, row in pair["examples"]]
