@@ -422,7 +422,7 @@ def test_cost_and_reliability_pages_have_the_figures_of_the_results():
     ]
     reliability = [
         f"sample of {mutation['mutants']} places, one at a time. "
-        f"The tests of version 0.1 notice {mutation['killed']} of them "
+        f"The tests of version 0.2 notice {mutation['killed']} of them "
         f"({100 * mutation['share_killed']:.1f} %)",
         f"the last run, of version 0.1, {run['passed']:,} tests passed and none failed",
         f"| {sum(kills['killed'].values())}, after which {kills['runs']} runs ended",

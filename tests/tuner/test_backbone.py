@@ -416,7 +416,8 @@ def test_swapped_layers_do_not_find_the_reference_of_the_others():
 def test_every_step_of_a_processor_has_its_settings():
     settings = {name: f"value of {name}" for step, names in STEPS.items() for name in (step, *names)}
     expected = "size resample crop_pct crop_size pad_size rescale_factor rescale_offset image_mean image_std".split()
-    assert set(expected) | set(STEPS) == set(settings)
+    steps = "do_resize do_center_crop do_pad do_rescale do_normalize do_flip_channel_order data_config".split()
+    assert {*expected, *steps} == set(settings)
     kind = {PROCESSOR_TYPE: "OwnProcessor"}
     assert processor_facts(SimpleNamespace(to_dict=lambda: settings | kind | {"other": 1})) == settings | kind
     assert processor_facts(SimpleNamespace(to_dict=lambda: settings))[PROCESSOR_TYPE] == "SimpleNamespace"
