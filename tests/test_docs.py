@@ -11,6 +11,7 @@ from string import Template
 
 import pytest
 import report
+import routing
 import torch
 from peft import PeftModel, get_peft_model
 from PIL import Image
@@ -397,6 +398,8 @@ def test_appendix_has_the_figures_of_the_results():
     mixture = results_of("mixture_emoji_14.json", "summary")
     assert mean(mixture["chosen weight of all"]) == 0
     expected = [mean(mixture[f"weight {weight}, routed"]) for weight in ("0", "0.5")]
+    within = [mean(mixture[f"weight {weight:g}, task known"]) for weight in routing.MIXTURE_WEIGHTS]
+    expected += [max(within), within[0]]
     for name in ("emoji", "digits"):
         of_all = results_of(f"views_{name}.json", "rows")[-1]
         expected += [mean(of_all[f"{view}, test accuracy"]) for view in ("plain", "mirrored")]
