@@ -227,7 +227,8 @@ def _print_collection(source: Any, as_json: bool = False) -> None:
         about["experts"].append({"name": name or folder.name, "classes": config.classes, "bytes": size})
         about |= {"backbone": config.base_model_name_or_path, "fingerprint": config.fingerprint}
     results = read_json(folder / RESULTS_NAME) if (folder / RESULTS_NAME).is_file() else {}
-    about["figures"] = collection_figures(results)
+    pending = (folder / JOURNAL_NAME).is_file()  # after a deletion the next start of the run measures the others
+    about["figures"] = {} if pending else collection_figures(results)
     if as_json:
         return _print(json.dumps(about, ensure_ascii=False))
     router, experts = (about["router"] or {}).get("name", "none"), pluralize(len(about["experts"]), "expert")

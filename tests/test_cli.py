@@ -102,7 +102,9 @@ def test_delete_needs_no_data_and_the_next_start_measures_the_others(place, caps
     folder, given = place
     out = shutil.copytree(folder / "out", tmp_path / "out")
     assert "there is no expert 'x'" in refused(capsys, "delete", out, "x")
-    assert "1 expert " in said(capsys, "delete", out, "task_0")
+    shown = said(capsys, "delete", out, "task_0")
+    assert "1 expert " in shown
+    assert "Accuracy" not in shown  # until the others have been measured
     assert "is the only expert" in refused(capsys, "delete", out, "task_1")
     assert not (out / "task_0").exists()
     said(capsys, "train", *[str(out) if argument == str(folder / "out") else argument for argument in given])
