@@ -409,7 +409,7 @@ def test_appendix_has_the_figures_of_the_results():
 def test_cost_and_reliability_pages_have_the_figures_of_the_results():
     speed, stock = results_of("speed.json"), results_of("overhead.json", "times_of_stock")
     mutation, run = results_of("mutation.json"), results_of("reliability.json")
-    measured, kills = run["measured"], run["measured"]["kills"]
+    measured, kills = run["measured"], results_of("kills.json")
     images, rates = results_of("images_cost.json"), results_of("images_cost.json", "images per second")
     mib = {name: f"{value / 2**20:.1f} MiB" for name, value in measured.items() if "grown_bytes" in name}
     cost = [
