@@ -100,7 +100,7 @@ def test_the_page_needs_no_network_and_holds_figures_tasks_classes_and_pictures(
     pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
     assert all(source.startswith("data:image/png;base64,") for source in pictures)
     examples = sum(len(pair["examples"]) for pair in trainer.class_report()["confused"][:20])
-    assert len(pictures) == 7 + examples > 7
+    assert len(pictures) == 6 + examples > 7
     assert not re.search(r"(src|href)=.https?:|url\(|@import|<link|<script", text)
     assert {"task_0", "task_1", "task_2", "Forgetting", "Right expert chosen"} <= set(page.words)
     assert f"{100 * trainer.results()['last_accuracy']:.1f} %" in page.words
