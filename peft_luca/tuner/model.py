@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from ..preprocessing import make_pixels
 from ..routing import Router, RoutingOutput, make_router
@@ -227,7 +228,8 @@ class LucaModel(PeftHooks):
         if min(top_k, batch_size) < 1:
             raise ValueError(f"top_k and batch_size must be at least 1, got {top_k} and {batch_size}.")
         layer, processor, options = self.layer, processor_of(self.layer, processing_class), image_options(self.model)
-        backbone, rest = self.backbone, list_images(images)
+        total = len(images) if isinstance(images, (list, tuple)) else getattr(images, "num_rows", None)
+        backbone, rest = self.backbone, iter(tqdm(list_images(images), total=total, unit="img", leave=False, delay=2))
         predictions: list[Prediction] = []
         while batch := list(islice(rest, batch_size)):
             pixel_values = make_pixels(batch, processor, len(predictions), **options)
