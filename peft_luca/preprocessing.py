@@ -105,7 +105,7 @@ def process(images: list[Image.Image], processing_class: Any, **options: Any) ->
     own, size = type(processing_class), dict(getattr(processing_class, "size", None) or {})
     is_stock = isinstance(processing_class, PilBackend) and all(
         getattr(own, name) is getattr(PilBackend, name)
-        for name in ("preprocess", "_preprocess", "resize", "normalize")
+        for name in ("preprocess", "process_image", "_preprocess", "resize", "rescale", "normalize")
     )
     steps = [getattr(processing_class, f"do_{step}", None) for step in ("resize", "center_crop", "pad")]
     is_plain = is_stock and size.keys() == {"height", "width"} and steps[0] and not any(steps[1:]) and not options

@@ -496,6 +496,11 @@ class Darker(ViTImageProcessorPil):
         return super().normalize(image, mean, std, **kwargs) - 1
 
 
+class Centred(ViTImageProcessorPil):
+    def rescale(self, image, scale, **kwargs):
+        return super().rescale(image - image.mean(), scale, **kwargs)
+
+
 SIZES = {"height": 20, "width": 31}
 
 
@@ -510,6 +515,7 @@ SIZES = {"height": 20, "width": 31}
         DeiTImageProcessorPil(size=SIZES, crop_size={"height": 16, "width": 16}),
         BitImageProcessorPil(size={"shortest_edge": 20}, crop_size=SIZES),
         Darker(size=SIZES),
+        Centred(size=SIZES),
     ],
     ids=lambda processor: f"{type(processor).__name__}{processor.resample}",
 )
