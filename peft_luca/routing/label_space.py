@@ -43,13 +43,17 @@ class LabelSpace:
         # Where no class is shared, the rows only have to be put into the order of the classes.
         self.permutation = row_class.argsort().to(device) if self.rows == len(ids) else None
 
+    def order_rows(self, rows: Tensor) -> Tensor:
+        """The rows of all experts, `(rows, d)`, in the order of the classes if no two experts share a class."""
+        return rows if self.permutation is None else rows.index_select(0, self.permutation)
+
     def combine_rows(self, cosines: Tensor, expert: str) -> Tensor:
         """
-        One expert's cosines with the rows of all experts, `(batch, rows)` → with all classes, `(batch, C)`: its own
-        row for a class that it has, otherwise the best over the experts that have the class.
+        One expert's cosines with all rows as `order_rows` orders them, `(batch, rows)` → with all classes,
+        `(batch, C)`: its own row for a class that it has, otherwise the best over the experts that have the class.
         """
         if self.permutation is not None:
-            return cosines.index_select(1, self.permutation)
+            return cosines
         row_class = self.row_class.expand(cosines.shape[0], -1)
         best = cosines.new_full((cosines.shape[0], len(self.classes)), -2.0)  # below every cosine
         best = best.scatter_reduce(1, row_class, cosines, reduce="amax")
