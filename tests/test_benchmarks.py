@@ -318,7 +318,7 @@ def test_growth_measures_every_stop(given, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        "routing --experts 3 --batch 1 --rounds 1 --rank 4",
+        "routing --experts 3 --batch 1 --rounds 1 --rank 4 --classes_each 2",
         "learning --train_images 4 --test_images 4 --peer_images 4 --size 32",
         "parameters --images 1 --rounds 1",
         "overhead --images 60 --epochs 1 --rounds 1",

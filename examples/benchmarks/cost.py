@@ -1,7 +1,7 @@
 """
 What things cost, on backbones of random weights.
 
-    python examples/benchmarks/cost.py routing      # routing beside the backbone, as experts and classes grow
+    python examples/benchmarks/cost.py routing      # collections of experts: load, route, add, delete
     python examples/benchmarks/cost.py learning     # a stream of ten tasks, in passes of the backbone over its images
     python examples/benchmarks/cost.py parameters   # numbers to learn and one epoch, beside methods that move layers
     python examples/benchmarks/cost.py overhead     # ContinualTrainer beside a stock Trainer, on the same vectors
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import multiprocessing
 import resource
 import sys
 import tempfile
@@ -28,19 +29,29 @@ import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, be_quiet, make_trainer, write_results
+from harness import RESULTS, be_quiet, make_trainer, timed, write_results
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from peft_luca import FeatureDataset, ImageCollator, LucaConfig, TaskStream
+from peft_luca import (
+    FeatureDataset,
+    ImageCollator,
+    LucaConfig,
+    TaskStream,
+    load_expert,
+    load_experts,
+    save_expert,
+    save_experts,
+)
 from peft_luca.data.feature_cache import PartialFeatures
 from peft_luca.routing.statistics import ClassStatistics
 
 
 BATCH, EPOCHS, TASKS = 48, 20, 10
 PRECISIONS = "float32", "bfloat16"
+SHARE = "share of the backbone's time, median"
 BOTTLENECK = 64
 # Pools, for all tasks together. L2P: 10 prompts of 5 tokens with a key each. CODA-Prompt: 100 components of 8 tokens
 # in 5 blocks, each with a key and an attention. (exps/l2p.json, exps/coda_prompt.json of sun-hailong/LAMDA-PILOT.)
@@ -81,65 +92,72 @@ def pictures(count: int, classes: int, seed: int = 0, side: int = 64) -> dataset
 # ---- routing -----------------------------------------------------------------------------------------------------
 
 
-def random_expert(model: Any, name: str, classes: list[str], rank: int) -> tuple[dict[str, Tensor], ClassStatistics]:
-    """Tensors of an expert, and statistics of random images of the rank asked for."""
-    k, d = len(classes), model.config.hidden_size
-    tensors = {}
-    for key, tensor in get_peft_model_state_dict(model, adapter_name="first").items():
-        own = torch.randn(k, d) if "class_rows" in key else tensor
-        tensors["luca_" + key.split(".luca_")[1]] = own
-    means = F.normalize(torch.randn(k, d, dtype=torch.float64), dim=1)
-    factors = tuple(torch.randn(k, rank, d) / d**0.5)
-    counts, zeros = torch.full((k,), 100.0, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
-    return tensors, ClassStatistics(tuple(classes), counts, means, factors, torch.rand(k, d) / d, zeros)
+def make_collection(folder: str, experts: int, classes_each: int, rank: int) -> None:
+    """Experts of random weights, with statistics of random images of the rank asked for, saved in a folder."""
+    torch.manual_seed(0)
+    model: Any = get_peft_model(vit(), LucaConfig(classes=["a"]), adapter_name="first")
+    given = get_peft_model_state_dict(model, adapter_name="first")
+    given, d = {"luca_" + key.split(".luca_")[1]: tensor for key, tensor in given.items()}, model.config.hidden_size
+    drawn = [key for key in given if key.endswith(("down.weight", "up.weight"))]
+    counts, zeros = torch.full((classes_each,), rank + 1.0, dtype=torch.float64), torch.zeros(classes_each)
+    known = {
+        "fingerprint": model.backbone.fingerprint,
+        "backbone_settings": model.backbone.settings,
+        "whitening": True,
+    }
+    for t in range(experts + 1):  # one more, to add and to delete
+        classes = tuple(f"class {t} {k}" for k in range(classes_each))
+        tensors = given | {key: torch.randn_like(given[key]) / d**0.5 for key in drawn}
+        tensors["luca_class_rows"] = torch.randn(classes_each, d)
+        means = F.normalize(torch.randn(classes_each, d, dtype=torch.float64), dim=1)
+        factors = tuple(torch.randn(classes_each, rank, d) / (4 * d) ** 0.5)
+        statistics = ClassStatistics(classes, counts, means, factors, torch.rand(classes_each, d) / d, zeros.double())
+        config = LucaConfig(classes=list(classes), **known).resolve()
+        model.add_expert(f"expert_{t}", config, tensors, statistics)
+    model.delete_adapter("first")
+    save_expert(model, f"expert_{experts}", f"{folder}/one")
+    model.delete_adapter(f"expert_{experts}")
+    save_experts(model, f"{folder}/all")
 
 
 @torch.no_grad()
 def routing(args: Any) -> dict[str, Any]:
+    """Collections from a folder: loading, routing beside a pass of the backbone, adding one expert, deleting it."""
     rows: list[dict[str, Any]] = []
-    backbone = vit()
-    pixels, z = torch.randn(args.batch, 3, 224, 224), torch.randn(args.batch, 768)
+    pixels, z = torch.randn(8, 3, 224, 224), torch.randn(args.batch, 768)
     for experts in args.experts:
-        model = get_peft_model(backbone, LucaConfig(classes=["a", "b"]), adapter_name="first")
-        for t in range(experts):
-            classes, name = [f"class {t} {k}" for k in range(args.classes_each)], f"expert_{t}"
-            model.add_expert(
-                name, LucaConfig(classes=classes).resolve(), *random_expert(model, name, classes, args.rank)
-            )
-        model.delete_adapter("first")
-        for router in args.routers:
-            started = time.perf_counter()
-            model.set_router(router)
-            model.route_features(z[:1])
-            ready = time.perf_counter() - started
-            model.pooled_features(pixels)
-            backbone_times, times = [], []
-            for _ in range(args.rounds):
-                started = time.perf_counter()
-                model.pooled_features(pixels)
-                backbone_times.append(time.perf_counter() - started)
-                started = time.perf_counter()
-                model.route_features(z)
-                times.append(time.perf_counter() - started)
-            shares = [route / trunk for route, trunk in zip(times, backbone_times, strict=True)]
-            rows.append(
-                {
-                    "experts": experts,
-                    "classes": experts * args.classes_each,
-                    "router": router,
-                    "share of the backbone's time, median": round(median(shares), 5),
-                    "share of the backbone's time, worst": round(max(shares), 5),
-                    "routing, milliseconds": round(1000 * median(times), 2),
-                    "backbone, milliseconds": round(1000 * median(backbone_times), 1),
-                    "made ready once, seconds": round(ready, 2),
-                    "bytes of the statistics": sum(
-                        tensor.nbytes for part in model.statistics.values() for tensor in part.tensors().values()
-                    ),
-                }
-            )
-            print(rows[-1], flush=True)
-        backbone = model.unload()
-    return {"setting": {"batch": args.batch, "rounds": args.rounds, "rank": args.rank, "width": 768}, "rows": rows}
+        with tempfile.TemporaryDirectory() as folder:
+            made = (folder, experts, args.classes_each, args.rank)
+            maker = multiprocessing.get_context("spawn").Process(target=make_collection, args=made)
+            maker.start()  # in a process of its own, whose memory is not counted
+            maker.join()
+            torch.manual_seed(0)
+            backbone, before = vit(), resident()
+            loading, model = timed(load_experts, backbone, f"{folder}/all")
+            row: dict[str, Any] = {"experts": experts, "classes": experts * args.classes_each}
+            row["loaded, seconds"] = round(loading, 2)
+            row["routers"] = {router: ask(model, router, pixels, z, args.rounds) for router in args.routers}
+            model.set_router("nearest")  # the others are prepared anew for other experts: see "made ready"
+            row["one added, seconds"] = round(timed(load_expert, model, f"{folder}/one")[0], 3)
+            row["one deleted, seconds"] = round(timed(model.delete_adapter, "one")[0], 3)
+            row["memory beyond the backbone, GiB"] = round((resident() - before) / 2**30, 2)
+            row["peak of the process, GiB"] = round(resident("VmHWM") / 2**30, 2)
+        rows.append(row)
+        print(row, flush=True)
+        del model, backbone
+    return {"setting": {"width": 768}, "rows": rows}
+
+
+def ask(model: Any, router: str, pixels: Tensor, z: Tensor, rounds: int) -> dict[str, float]:
+    """Routing of a batch in turns with a pass of the backbone, and how long it takes until the first answer."""
+    ready, _ = timed(lambda: (model.set_router(router), model.route_features(z[:1])))
+    model.pooled_features(pixels)
+    times = [(timed(model.route_features, z)[0], timed(model.pooled_features, pixels)[0]) for _ in range(rounds)]
+    return {
+        SHARE: round(median(route / trunk for route, trunk in times) * len(pixels) / len(z), 5),
+        "milliseconds per image": round(1000 * median(route for route, _ in times) / len(z), 3),
+        "made ready once, seconds": round(ready, 2),
+    }
 
 
 # ---- learning ----------------------------------------------------------------------------------------------------
@@ -456,8 +474,8 @@ COMMANDS: dict[str, tuple[Callable[[Any], dict[str, Any]], str, dict[str, Any]]]
     "routing": (
         routing,
         "routing_cost_scale.json",
-        {"experts": [100, 1000], "routers": ["gaussian", "entropy"], "classes_each": 5, "rank": 64, "batch": 16,
-         "rounds": 3},
+        {"experts": [20, 100, 1000], "routers": ["auto", "nearest", "entropy"], "classes_each": 5, "rank": 64,
+         "batch": 64, "rounds": 3},
     ),
     "learning": (learning, "speed.json", {"train_images": 200, "test_images": 40, "peer_images": 48, "size": 224}),
     "parameters": (parameters, "layerwise.json", {"images": 16, "rounds": 3}),
