@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import io
 import multiprocessing
-import resource
 import sys
 import tempfile
 import threading
@@ -50,8 +49,11 @@ from peft_luca.routing.statistics import ClassStatistics
 
 
 BATCH, EPOCHS, TASKS = 48, 20, 10
+CPU = torch.device("cpu")
 PRECISIONS = "float32", "bfloat16"
 SHARE = "share of the backbone's time, median"
+OURS, RELEASED = "LuCA, 20 epochs, with evaluation", "released procedure, 20 epochs, with evaluation"
+LORA = "LoRA on q and v, 20 epochs"
 BOTTLENECK = 64
 # Pools, for all tasks together. L2P: 10 prompts of 5 tokens with a key each. CODA-Prompt: 100 components of 8 tokens
 # in 5 blocks, each with a key and an attention. (exps/l2p.json, exps/coda_prompt.json of sun-hailong/LAMDA-PILOT.)
@@ -165,66 +167,88 @@ def ask(model: Any, router: str, pixels: Tensor, z: Tensor, rounds: int) -> dict
 
 def learning(args: Any) -> dict[str, Any]:
     """
-    The peers are not run to their end: one epoch over a part of the images is timed, and scaled to 20 epochs over all.
-    The released procedure runs the backbone in every epoch, and evaluates after each task as its code has it: for
-    every module, one pass over the test images of the tasks seen.
+    From rows of images on. The peers are not run to their end: one epoch over a part of the images is timed, and scaled
+    to 20 epochs over all. The released procedure runs the backbone in every epoch, and evaluates after each task as its
+    code has it: for every module, one pass over the test images of the tasks seen.
     """
+    device = torch.accelerator.current_accelerator() or CPU
+    found = {precision: run(args, device, precision) for precision in args.precisions}
+    one = found["float32"]["seconds"]["one pass of the backbone"]
+    passes = {
+        precision: {name: round(value / one, 3) for name, value in measured["seconds"].items()}
+        for precision, measured in found.items()
+    }
+    ours = passes["float32"][OURS]
+    return {
+        "seconds_of_one_pass": round(one, 2),
+        "passes": passes,
+        "peak_memory_gib": {precision: measured["peaks"] for precision, measured in found.items()},
+        "faster_than_released": round(passes["float32"][RELEASED] / ours, 2),
+        "faster_than_lora": round(passes["float32"][LORA] / ours, 2),
+        "bf16_faster_than_released": round(passes["float32"][RELEASED] / passes[args.precisions[-1]][OURS], 2),
+        "bf16_faster_than_lora": round(passes["float32"][LORA] / passes[args.precisions[-1]][OURS], 2),
+    }
+
+
+def run(args: Any, device: torch.device, precision: str) -> dict[str, dict[str, float]]:
+    """Seconds and peaks of memory, in GiB, of every method in one precision."""
     size, classes = args.size, 2 * TASKS
-    model = vit(image_size=size, num_labels=classes)
+    model: Any = vit(image_size=size, num_labels=classes).to(device)
     train, test = pictures(args.train_images, classes), pictures(args.test_images, classes, seed=1)
     collate, rows = ImageCollator(processor(size), "image"), train.rename_column("label", "labels")
+    half = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
+    times: dict[str, float] = {}
+    peaks: dict[str, float] = {}
 
     def batches(count: int, size: int = BATCH) -> Any:
         for part in torch.arange(count).split(size):
             batch = collate([rows[int(i)] for i in part])
-            yield batch["pixel_values"], batch["labels"]
+            yield batch["pixel_values"].to(device), batch["labels"].to(device)
+
+    def measure(name: str, function: Callable[[], Any], times_more: float = 1.0) -> None:
+        done, seen = threading.Event(), [memory_of(device)]
+        threading.Thread(target=watch, args=(seen, done, device), daemon=True).start()
+        times[name] = timed(function)[0] * times_more
+        done.set()
+        peaks[name] = round(max(seen) / 2**30, 2)
+
+    def peer(name: str, net: nn.Module, last: nn.Module, trunk_learns: bool) -> None:
+        with half:
+            measure(
+                name,
+                lambda: epoch(net.to(device), last.to(device), batches(args.peer_images), trunk_learns),
+                EPOCHS * args.train_images / args.peer_images,
+            )
 
     @torch.no_grad()
     def one_pass() -> None:
-        for x, _ in batches(args.train_images, 32):
-            model(x)
+        with half:
+            for x, _ in batches(args.train_images, 32):
+                model(x)
 
-    def epoch_of(net: nn.Module, last: nn.Module, trunk_learns: bool) -> float:
-        return (
-            seconds(epoch, net, last, batches(args.peer_images), trunk_learns) / args.peer_images * args.train_images
-        )
-
-    one = seconds(one_pass)
-    inference_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wrapped = get_peft_model(model, LucaConfig(classes=["a", "b"]))
-    wrapped.compute_reference()  # once for a backbone, and not counted
+    measure("reference, once for a backbone", wrapped.compute_reference)
     model = wrapped.unload()
+    measure("one pass of the backbone", one_pass)
     stream = TaskStream.from_dataset((train, test), increment=2)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
-            model, processor(size), stream, f"{folder}/out", None,
-            num_train_epochs=EPOCHS, use_cpu=True, features_cache_dir=f"{folder}/features",
+            model, processor(size), stream, f"{folder}/out", None, num_train_epochs=EPOCHS,
+            use_cpu=device.type == "cpu", bf16=precision == "bfloat16", features_cache_dir=f"{folder}/features",
         )  # fmt: skip
         trainer.given = super(type(trainer), trainer).features  # [CLS] is computed here
-        whole = seconds(trainer.train)
-        training_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        measure(OURS, trainer.train)
         model = trainer.model.unload()
-    learned = whole - args.test_images * one / args.train_images  # test images pass the backbone too, in evaluation
-    released_epoch = epoch_of(model, nn.Linear(classes, classes), trunk_learns=False)
-    tested = sum(t * t for t in range(1, TASKS + 1)) * args.test_images / TASKS  # after task t, t modules on t tasks
-    released = EPOCHS * released_epoch + tested * one / args.train_images
+    peer(RELEASED, model, nn.Linear(classes, classes), trunk_learns=False)
+    # After task t, t modules look at the test images of t tasks.
+    tested = sum(t * t for t in range(1, TASKS + 1)) * args.test_images / TASKS
+    times[RELEASED] += tested * times["one pass of the backbone"] / args.train_images
+    adapted: Any = vit(image_size=size, num_labels=classes)
+    add_layer_adapters(adapted)
+    peer(f"adapter of width {BOTTLENECK} in every block, 20 epochs", adapted, nn.Identity(), trunk_learns=True)
     lora = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
-    lora_epoch = epoch_of(lora, nn.Identity(), trunk_learns=True)
-    table = {
-        "one pass of the backbone": one,
-        "all tasks, 20 epochs, evaluation not counted": learned,
-        "all tasks, 20 epochs, with evaluation": whole,
-        "released procedure, 20 epochs (one timed, scaled)": released,
-        "LoRA on q and v, 20 epochs (one timed, scaled)": EPOCHS * lora_epoch,
-    }
-    return {
-        "seconds_of_one_pass": round(one, 2),
-        "passes": {name: round(value / one, 3) for name, value in table.items()},
-        "faster_than_released": round(released / whole, 2),
-        "faster_than_released_without_evaluation": round(EPOCHS * released_epoch / learned, 2),
-        "faster_than_lora": round(EPOCHS * lora_epoch / learned, 2),
-        "peak_of_inference": round(training_peak / inference_peak, 3),
-    }
+    peer(LORA, lora, nn.Identity(), trunk_learns=True)
+    return {"seconds": times, "peaks": peaks}
 
 
 # ---- parameters --------------------------------------------------------------------------------------------------
@@ -396,10 +420,15 @@ def resident(kind: str = "RssAnon") -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(kind))
 
 
-def watch(found: list[int], done: threading.Event) -> None:
+def memory_of(device: torch.device) -> int:
+    """Memory that this process has in use, in bytes: of the accelerator, where there is one."""
+    return resident() if device.type == "cpu" else torch.accelerator.memory_allocated()
+
+
+def watch(found: list[int], done: threading.Event, device: torch.device = CPU) -> None:
     """Looks at the memory ten times a second."""
     while not done.wait(0.1):
-        found.append(resident())
+        found.append(memory_of(device))
 
 
 def memory(args: Any) -> dict[str, Any]:
@@ -477,7 +506,11 @@ COMMANDS: dict[str, tuple[Callable[[Any], dict[str, Any]], str, dict[str, Any]]]
         {"experts": [20, 100, 1000], "routers": ["auto", "nearest", "entropy"], "classes_each": 5, "rank": 64,
          "batch": 64, "rounds": 3},
     ),
-    "learning": (learning, "speed.json", {"train_images": 200, "test_images": 40, "peer_images": 48, "size": 224}),
+    "learning": (
+        learning,
+        "speed.json",
+        {"train_images": 200, "test_images": 40, "peer_images": 48, "size": 224, "precisions": [*PRECISIONS]},
+    ),
     "parameters": (parameters, "layerwise.json", {"images": 16, "rounds": 3}),
     "overhead": (overhead, "overhead.json", {"images": 2400, "epochs": 20, "rounds": 5}),
     "memory": (memory, "memory.json", {"images": 1_300_000, "classes": 1000, "width": 768, "steps": 2000}),

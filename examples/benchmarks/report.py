@@ -237,8 +237,10 @@ def passes(results: Path) -> str:
 
 
 def learning_cost(results: Path) -> str:
-    found = read(results / "speed.json")["passes"]
-    return table(["", "passes"], [[name, f"{value:.2f}"] for name, value in found.items()])
+    content = read(results / "speed.json")
+    passes, peaks = content["passes"], content["peak_memory_gib"]["float32"]
+    lines = [[name, *(f"{of[name]:.2f}" for of in passes.values()), f"{peaks[name]:.1f} GiB"] for name in peaks]
+    return table(["", *passes, "peak memory"], lines)
 
 
 def steps(results: Path) -> str:
