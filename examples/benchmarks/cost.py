@@ -168,8 +168,8 @@ def ask(model: Any, router: str, pixels: Tensor, z: Tensor, rounds: int) -> dict
 def learning(args: Any) -> dict[str, Any]:
     """
     From rows of images on. The peers are not run to their end: one epoch over a part of the images is timed, and
-    scaled to 20 epochs over all. The released procedure runs the backbone in every epoch, and evaluates after each task
-    as its code has it: for every module, one pass over the test images of the tasks seen.
+    scaled to 20 epochs over all. The released procedure runs the backbone in every epoch, and evaluates after each
+    task as its code has it: for every module, one pass over the test images of the tasks seen.
     """
     device = torch.accelerator.current_accelerator() or CPU
     found = {precision: run(args, device, precision) for precision in args.precisions}
