@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -156,6 +156,14 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         """The parameters of an expert's LuCA module, by their names within the layer."""
         found = {key: t for key, t in self.tensors(adapter_name).items() if isinstance(t, nn.Parameter)}
         return {key: parameter for key, parameter in found.items() if key.split(".")[0] in self.module_names}
+
+
+def named_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """As `model.named_modules()`, without what is in a layer of experts: of those there may be a thousand."""
+    yield name, model
+    if not isinstance(model, ExpertStore):
+        for child_name, child in model.named_children():
+            yield from named_modules(child, f"{name}.{child_name}" if name else child_name)
 
 
 def _xavier(linear: nn.Linear) -> nn.Linear:

@@ -16,7 +16,7 @@ from ..routing import LabelSpace, Router, RoutingOutput, make_router
 from ..routing.score_routers import OracleRouter
 from ..routing.statistics import ClassStatistics, unit_features
 from ..utils import pluralize
-from .experts import ExpertStore, NewExpert
+from .experts import ExpertStore, NewExpert, named_modules
 
 
 _PREPARING = threading.RLock()
@@ -289,7 +289,7 @@ def cls_of(x: Tensor, width: int, input_width: int) -> Tensor:
 
 
 def luca_layers(model: nn.Module) -> list[LucaLayer]:
-    return [module for module in model.modules() if isinstance(module, LucaLayer)]
+    return [module for _, module in named_modules(model) if isinstance(module, LucaLayer)]
 
 
 def image_options(model: nn.Module) -> dict[str, Any]:
@@ -300,7 +300,7 @@ def image_options(model: nn.Module) -> dict[str, Any]:
 
 def find_layer(model: nn.Module) -> tuple[str, LucaLayer]:
     """Name and module of the LuCA layer within a model, wrapped in a PeftModel or not."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if isinstance(module, LucaLayer):
             return name, module
     raise ValueError(f"this {type(model).__name__} has no LuCA experts: add them with get_peft_model or load_experts.")
