@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import multiprocessing
 import sys
 import tempfile
 import threading
@@ -31,6 +30,7 @@ import torch.nn.functional as F
 from harness import RESULTS, be_quiet, make_trainer, timed, write_results
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
@@ -41,11 +41,12 @@ from peft_luca import (
     TaskStream,
     load_expert,
     load_experts,
-    save_expert,
-    save_experts,
 )
 from peft_luca.data.feature_cache import PartialFeatures
+from peft_luca.hub.saving import save_statistics
+from peft_luca.hub.validation import expert_digests
 from peft_luca.routing.statistics import ClassStatistics
+from peft_luca.utils import write_json
 
 
 BATCH, EPOCHS, TASKS = 48, 20, 10
@@ -94,32 +95,28 @@ def pictures(count: int, classes: int, seed: int = 0, side: int = 64) -> dataset
 # ---- routing -----------------------------------------------------------------------------------------------------
 
 
-def make_collection(folder: str, experts: int, classes_each: int, rank: int) -> None:
-    """Experts of random weights, with statistics of random images of the rank asked for, saved in a folder."""
-    torch.manual_seed(0)
+def make_collection(folder: Path, experts: int, classes_each: int, rank: int) -> None:
+    """Files of experts of random weights, with statistics of random images of the rank asked for."""
     model: Any = get_peft_model(vit(), LucaConfig(classes=["a"]), adapter_name="first")
-    given = get_peft_model_state_dict(model, adapter_name="first")
-    given, d = {"luca_" + key.split(".luca_")[1]: tensor for key, tensor in given.items()}, model.config.hidden_size
+    given, d = get_peft_model_state_dict(model, adapter_name="first"), model.config.hidden_size
     drawn = [key for key in given if key.endswith(("down.weight", "up.weight"))]
+    rows = next(key for key in given if key.endswith("class_rows"))
     counts, zeros = torch.full((classes_each,), rank + 1.0, dtype=torch.float64), torch.zeros(classes_each)
-    known = {
-        "fingerprint": model.backbone.fingerprint,
-        "backbone_settings": model.backbone.settings,
-        "whitening": True,
-    }
+    known = {"fingerprint": model.backbone.fingerprint, "backbone_settings": model.backbone.settings}
+    listed = []
     for t in range(experts + 1):  # one more, to add and to delete
-        classes = tuple(f"class {t} {k}" for k in range(classes_each))
+        classes, place = [f"class {t} {k}" for k in range(classes_each)], folder / f"expert_{t}"
+        place.mkdir()
+        LucaConfig(classes=classes, whitening=True, inference_mode=True, **known).resolve().save_pretrained(str(place))
         tensors = given | {key: torch.randn_like(given[key]) / d**0.5 for key in drawn}
-        tensors["luca_class_rows"] = torch.randn(classes_each, d)
+        save_file(tensors | {rows: torch.randn(classes_each, d)}, place / "adapter_model.safetensors")
         means = F.normalize(torch.randn(classes_each, d, dtype=torch.float64), dim=1)
         factors = tuple(torch.randn(classes_each, rank, d) / (4 * d) ** 0.5)
-        statistics = ClassStatistics(classes, counts, means, factors, torch.rand(classes_each, d) / d, zeros.double())
-        config = LucaConfig(classes=list(classes), **known).resolve()
-        model.add_expert(f"expert_{t}", config, tensors, statistics)
-    model.delete_adapter("first")
-    save_expert(model, f"expert_{experts}", f"{folder}/one")
-    model.delete_adapter(f"expert_{experts}")
-    save_experts(model, f"{folder}/all")
+        remainder = torch.rand(classes_each, d) / d
+        statistics = ClassStatistics(tuple(classes), counts, means, factors, remainder, zeros.double())
+        save_statistics(statistics, place, expert_digests(place))
+        listed.append({"name": place.name, "classes": classes})
+    write_json(folder / "experts.json", {"format": 1, "experts": listed[:-1], "router": None})
 
 
 @torch.no_grad()
@@ -129,19 +126,17 @@ def routing(args: Any) -> dict[str, Any]:
     pixels, z = torch.randn(8, 3, 224, 224), torch.randn(args.batch, 768)
     for experts in args.experts:
         with tempfile.TemporaryDirectory() as folder:
-            made = (folder, experts, args.classes_each, args.rank)
-            maker = multiprocessing.get_context("spawn").Process(target=make_collection, args=made)
-            maker.start()  # in a process of its own, whose memory is not counted
-            maker.join()
             torch.manual_seed(0)
-            backbone, before = vit(), resident()
-            loading, model = timed(load_experts, backbone, f"{folder}/all")
+            make_collection(Path(folder), experts, args.classes_each, args.rank)
+            torch.manual_seed(0)
+            backbone, before = vit(), resident()  # the same weights again
+            loading, model = timed(load_experts, backbone, folder)
             row: dict[str, Any] = {"experts": experts, "classes": experts * args.classes_each}
             row["loaded, seconds"] = round(loading, 2)
             row["routers"] = {router: ask(model, router, pixels, z, args.rounds) for router in args.routers}
             model.set_router("nearest")  # the others are prepared anew for other experts: see "made ready"
-            row["one added, seconds"] = round(timed(load_expert, model, f"{folder}/one")[0], 3)
-            row["one deleted, seconds"] = round(timed(model.delete_adapter, "one")[0], 3)
+            row["one added, seconds"] = round(timed(load_expert, model, f"{folder}/expert_{experts}")[0], 3)
+            row["one deleted, seconds"] = round(timed(model.delete_adapter, f"expert_{experts}")[0], 3)
             row["memory beyond the backbone, GiB"] = round((resident() - before) / 2**30, 2)
             row["peak of the process, GiB"] = round(resident("VmHWM") / 2**30, 2)
         rows.append(row)
