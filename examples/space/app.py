@@ -12,7 +12,6 @@ import random
 import time
 from itertools import count
 from pathlib import Path
-from statistics import mean
 from string import ascii_uppercase
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
@@ -27,6 +26,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from peft_luca import (
     ContinualTrainer,
     ContinualTrainingArguments,
+    RoutingOutput,
     TaskStream,
     load_experts,
     pixel_values,
@@ -58,14 +58,19 @@ MEANING = """
 - **Certain**: how likely the answer is right, if the image is of a class that it was taught. Of {count} digits kept
   back from training, `auto` gets {auto_right} right and is {auto_certain} certain on average; `entropy` gets
   {entropy_right} right and is {entropy_certain} certain.
-- **Known**: how usual the image is. 30 % means that 30 % of the training pictures were at least as unusual for their
-  class. Below 5 % the answer is “unknown”: so it is for {unknown} of the digits kept back.
+- **Known**: how usual the image is. 30% means that 30% of the training pictures were at least as unusual for their
+  class. Below 5% the answer is “unknown”: so it is for {unknown} of the digits kept back.
 - **Expert**: who answers. With `entropy` each expert scores all classes, so that one may answer with another's class.
 """
 # Small pictures are shown as the pixels that the model gets, not as a blur.
 CSS = """
 #image img { width: 100%; height: 100%; object-fit: contain; }
-#image img, #examples .container, #examples img { width: 56px; height: 56px; object-fit: contain; }
+#image img, #examples img { image-rendering: pixelated; }
+#examples .container, #examples img { width: 48px; height: 48px; object-fit: contain; }
+#answer th, #answer td { word-break: normal; overflow-wrap: normal; }
+#gallery, #gallery .grid-wrap { min-height: 220px; }
+#gallery .grid-container { grid-template-columns: repeat(5, minmax(0, 1fr)); }
+#gallery:has(img) [data-testid="block-label"] { display: none; }
 """
 
 
@@ -105,7 +110,7 @@ def draw_letter(letter: str, seed: int) -> Image.Image:
 
 
 def percent(share: float) -> str:
-    return "over 99 %" if share > 0.99 else "below 1 %" if share < 0.01 else f"{100 * share:.0f} %"
+    return "over 99%" if share > 0.99 else "below 1%" if share < 0.01 else f"{100 * share:.0f}%"
 
 
 def ask(image: str | None, model: Any) -> tuple[str, dict[str, float]]:
@@ -130,20 +135,23 @@ def ask(image: str | None, model: Any) -> tuple[str, dict[str, float]]:
     return table, auto.top
 
 
-def examine(model: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """What each expert says of the digits kept back from training, and what they say together."""
-    scores = {name: model.expert_logits(FEATURES, name) for name in model.experts}
+def count_right(model: Any, answers: RoutingOutput) -> int:
+    return sum(model.classes[i] == digit for i, (digit, _) in zip(answers.logits.argmax(dim=1), TEST, strict=True))
+
+
+def examine(model: Any) -> tuple[dict[str, torch.Tensor], int]:
+    """What each expert says of the digits kept back from training, and how many they get right together."""
     model.set_router("auto")
-    return scores, [model.classes[i] for i in model.route_features(FEATURES).logits.argmax(dim=1)]
+    right = count_right(model, model.route_features(FEATURES))
+    return {name: model.expert_logits(FEATURES, name) for name in model.experts}, right
 
 
-def compare(before: tuple[Any, Any], after: tuple[Any, Any]) -> str:
+def compare(before: tuple[dict[str, torch.Tensor], int], after: tuple[dict[str, torch.Tensor], int]) -> str:
     """Sentences on what a change of the experts has changed."""
     kept = before[0].keys() & after[0].keys()
     same = sum(torch.equal(before[0][name], after[0][name]) for name in kept)
-    right = [sum(a == digit for a, (digit, _) in zip(said, TEST, strict=True)) for _, said in (before, after)]
     return (
-        f"Of {len(TEST)} digits kept back from training, {right[0]} were right before and {right[1]} are now. "
+        f"Of {len(TEST)} digits kept back from training, {before[1]} were right before and {after[1]} are now. "
         f"{same} of {len(kept)} other experts score them as before, to the last bit."
     )
 
@@ -197,10 +205,10 @@ FEATURES = first.pooled_features(pixel_values(first, [image for _, image in TEST
 figures: dict[str, Any] = {"count": len(TEST)}
 for router in ("entropy", "auto"):
     first.set_router(router)
-    answers = first.predict([image for _, image in TEST])
-    figures[f"{router}_right"] = sum(said.label == digit for said, (digit, _) in zip(answers, TEST, strict=True))
-    figures[f"{router}_certain"] = percent(mean(said.probability for said in answers))
-figures["unknown"] = percent(mean(said.unknown for said in answers))
+    answers = first.route_features(FEATURES)
+    figures[f"{router}_right"] = count_right(first, answers)
+    figures[f"{router}_certain"] = percent(float(answers.confidence.mean()))
+figures["unknown"] = percent(float(answers.unknown.float().mean()))
 
 examples = {"A": draw_letter("A", 99), "B": draw_letter("B", 99)}
 examples |= {digit: next(image for of, image in digits[::6] if of == digit) for digit in "01234567"}
@@ -216,10 +224,15 @@ with gr.Blocks(title="peft_luca: teach a frozen model a new class") as demo:
     with gr.Row():
         with gr.Column():
             gallery = gr.Gallery(
-                show_label=False, file_types=["image"], format="png", columns=5, height=270, elem_id="gallery"
+                label="About ten pictures",
+                file_types=["image"],
+                format="png",
+                columns=5,
+                object_fit="contain",
+                elem_id="gallery",
             )
         with gr.Column():
-            name = gr.Textbox(label="Name of the class", elem_id="name")
+            name = gr.Textbox(label="Name of the class", max_length=20, elem_id="name")
             with gr.Row():
                 draw = gr.Button("Draw ten letters for me")
                 start = gr.Button("Teach", variant="primary")
@@ -263,4 +276,4 @@ with gr.Blocks(title="peft_luca: teach a frozen model a new class") as demo:
 if __name__ == "__main__":
     # Nothing is fetched from elsewhere: the theme's own fonts would be.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
-    demo.launch(theme=theme, css=CSS, show_error=True, footer_links=["gradio"])
+    demo.launch(theme=theme, css=CSS, show_error=True)
