@@ -168,7 +168,7 @@ def test_what_a_visitor_teaches_is_in_that_visitors_session_alone(page, browser,
 
 def test_what_cannot_be_done_is_said_and_a_model_of_one_class_answers(page):
     page.get_by_role("button", name="Teach", exact=True).click()
-    page.wait_for_selector("text=Give the class a name, and at least one picture.")
+    page.wait_for_selector("text=Give the class a name of letters and digits, and at least one picture.")
     teach_drawn_letter(page, "A")
     page.wait_for_selector("#experts >> text=lesson_1")
     for expert in ("zero_one", "two_three", "four_five"):

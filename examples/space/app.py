@@ -164,8 +164,8 @@ def draw_ten(model: Any) -> tuple[str, list[Image.Image]]:
 
 def teach(name: str, gallery: list[Any] | None, model: Any) -> tuple[Any, str, Any]:
     name = name.strip()
-    if not (name and gallery):
-        raise gr.Error("Give the class a name, and at least one picture.")
+    if not (name.replace(" ", "").isalnum() and gallery):
+        raise gr.Error("Give the class a name of letters and digits, and at least one picture.")
     before, start = examine(model), time.time()
     expert = next(lesson for i in count(1) if (lesson := f"lesson_{i}") not in model.experts)
     model = learn(model, {expert: {name: [path for path, _ in gallery]}})
