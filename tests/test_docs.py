@@ -403,6 +403,8 @@ def test_appendix_has_the_figures_of_the_results():
     for name in ("emoji", "digits"):
         of_all = results_of(f"views_{name}.json", "rows")[-1]
         expected += [mean(of_all[f"{view}, test accuracy"]) for view in ("plain", "mirrored")]
+    whitened = results_of("whitened_statistics_emoji.json", "rows")[-1]
+    expected += [mean(whitened[f"{view}, test accuracy"]) for view in ("plain", "whitened")]
     assert figures_in(beside) == [value for value in expected if value < 1]
 
 
