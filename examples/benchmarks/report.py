@@ -238,7 +238,7 @@ def passes(results: Path) -> str:
 
 def learning_cost(results: Path) -> str:
     content = read(results / "speed.json")
-    passes, peaks = content["passes"], content["peak_memory_gib"]["float32"]
+    passes, peaks = content["passes"], content["peak_memory_gib"]
     lines = [[name, *(f"{of[name]:.2f}" for of in passes.values()), f"{peaks[name]:.1f} GiB"] for name in peaks]
     return table(["", *passes, "peak memory"], lines)
 

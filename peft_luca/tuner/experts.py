@@ -108,14 +108,15 @@ class ExpertStore(nn.Module, BaseTunerLayer):
 
     @torch.no_grad()
     def load_expert(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copies an expert's tensors, named as in [`~LucaLayer.add_expert`], and freezes it."""
+        """Takes an expert's tensors, named as in [`~LucaLayer.add_expert`], and freezes it."""
         for key, tensor in tensors.items():
             container, _, inner = key.partition(".")
             entry = getattr(self, container)[adapter_name]
             target = getattr(entry, inner) if inner else entry
             if target.dtype in (torch.float16, torch.bfloat16):
                 target.data = target.data.float()  # PEFT keeps adapters of a half-precision model in float32
-            target.requires_grad_(False).copy_(tensor)
+            target.requires_grad_(False)
+            target.data = tensor.to(target)  # no copy, where nothing changes: ten thousand experts fill the memory
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
