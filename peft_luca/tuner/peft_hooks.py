@@ -43,9 +43,9 @@ class PeftHooks(BaseTuner):
             backbone = BackboneFacts.of(model, head.name)
             config.fingerprint, config.backbone_settings = backbone.fingerprint, backbone.settings
         self._just_added.add(adapter_name)
-        self._unloaded.discard(adapter_name)
-        if config.inference_mode:
+        if config.inference_mode or config.weights_follow:
             self._unloaded.add(adapter_name)
+        config.weights_follow = False
         # PEFT sets the active adapter again at the end; adding an expert must not switch the router off.
         router = next((layer.router for layer in luca_layers(model)), None)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -165,9 +165,7 @@ def check_weights(model: nn.Module, config: Any, name: str, remapped: dict[str, 
     check_backbone(base, find_head(base, config), config, name, state_dict)
     check_same_reference(layer, name, state_dict)
     found = {key: (tensor, remapped.get(f"{path}.{key}")) for key, tensor in layer.tensors(name).items()}
-    wrong = [
-        key for key, (own, new) in found.items() if new is None or own.shape != new.shape or not new.isfinite().all()
-    ]
+    wrong = [k for k, (own, new) in found.items() if new is None or own.shape != new.shape or not new.isfinite().all()]
     if wrong:
         reason = f"in the file of expert {name!r} these are missing, of another shape or not finite: {sorted(wrong)}"
         raise ValueError(f"{reason}. Nothing of it was loaded.")
