@@ -125,9 +125,9 @@ def end(life, patience):
     """Waits until a life is over. Once one has failed the others may go on so long; counts those that did."""
     while (alive := [process for process in life if process.is_alive()]) and not any(p.exitcode for p in life):
         wait(process.sentinel for process in alive)
-    wait_until, stopped = time.monotonic() + patience, 0
+    until, stopped = time.monotonic() + patience, 0
     for process in alive:
-        process.join(max(0.0, wait_until - time.monotonic()))
+        process.join(max(0.0, until - time.monotonic()))
         stopped += process.is_alive()
         process.terminate()
         process.join()
@@ -148,7 +148,7 @@ def kill_again_and_again(folder, kills, seed, processes, hub):
     assert not any(process.exitcode for process in life)
     seconds, whole = time.monotonic() - started, ending(folder / "whole", hub.repos.pop(REPO).files)
     killed, runs, differing, failed = dict.fromkeys(PHASES, 0), 0, 0, 0
-    survivors = {"ended": 0, "stopped at once": 0, "stopped later": 0}
+    hit, others = {"the first": 0, "another": 0, "all": 0}, {"ended": 0, "stopped at once": 0, "stopped later": 0}
     while sum(killed.values()) < kills or (folder / "run").exists():
         life, shared, store = begin(folder / "run", hub, processes)
         patience = PATIENCE
@@ -157,10 +157,10 @@ def kill_again_and_again(folder, kills, seed, processes, hub):
             if rng.random() < 0.5:
                 first.join(rng.uniform(0, seconds))
             else:
-                phase = rng.randrange(1, len(PHASES))
+                phase = 1 + sum(killed.values()) % (len(PHASES) - 1)
                 while first.is_alive() and shared.value != phase:
                     time.sleep(0.0005)
-                first.join(rng.uniform(0, 0.01))
+                first.join(rng.choice([0.0, rng.uniform(0, 0.01)]))
             phase = PHASES[shared.value]
             for process in rng.choice([life, *([process] for process in life)]):
                 process.kill()
@@ -169,15 +169,17 @@ def kill_again_and_again(folder, kills, seed, processes, hub):
         del store  # which the processes needed until now
         codes = [process.exitcode for process in life]
         if -signal.SIGKILL in codes:
+            dead = codes.count(-signal.SIGKILL)
             killed[phase] += 1
-            survivors["stopped later" if patience == PATIENCE else "stopped at once"] += stopped
-            survivors["ended"] += processes - codes.count(-signal.SIGKILL) - stopped
+            hit["all" if dead == processes else "the first" if codes[0] == -signal.SIGKILL else "another"] += 1
+            others["stopped later" if patience == PATIENCE else "stopped at once"] += stopped
+            others["ended"] += processes - dead - stopped
             continue
         runs, failed = runs + 1, failed + any(codes)
         differing += any(codes) or ending(folder / "run", hub.repos.pop(REPO).files) != whole
         shutil.rmtree(folder / "run")
     report = {"killed": killed, "runs": runs, "differing": differing, "failed": failed, "seconds": round(seconds, 2)}
-    return report | ({"survivors": survivors} if processes > 1 else {})
+    return report | ({"processes": hit, "others": others} if processes > 1 else {})
 
 
 if __name__ == "__main__":

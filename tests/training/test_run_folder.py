@@ -734,9 +734,9 @@ def test_leftovers_of_a_killed_run_are_removed_and_other_files_kept(out, cache):
     assert sorted(path.name for path in out.iterdir() if path.name.startswith(".")) == [".keep"]
 
 
-def kill(folder, kills, seed):
+def kill(folder, *arguments):
     """`kills.py` in a process of its own, which can fork safely."""
-    command = [sys.executable, str(Path(__file__).parent / "kills.py"), str(folder), str(kills), str(seed)]
+    command = [sys.executable, str(Path(__file__).parent / "kills.py"), str(folder), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "hub", TESTS.parent)))}
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -744,18 +744,20 @@ def kill(folder, kills, seed):
 
 
 def test_six_kills(tmp_path):
-    report = kill(tmp_path, 6, seed=1)
+    report = kill(tmp_path, 6, 1)
     assert sum(report["killed"].values()) == 6
     assert report["runs"] >= 1
     assert (report["failed"], report["differing"]) == (0, 0), report
 
 
 @pytest.mark.slow
-def test_three_hundred_kills(tmp_path, record_property):
-    report = kill(tmp_path, 300, seed=2)
+@pytest.mark.parametrize(("processes", "kills"), [(1, 300), (2, 100)])
+def test_hundreds_of_kills(tmp_path, record_property, processes, kills):
+    report = kill(tmp_path, kills, 2, "--processes", processes)
     record_property("kills", report)
-    assert sum(report["killed"].values()) == 300
+    assert sum(report["killed"].values()) == kills
     assert all(report["killed"].values()), report  # in every phase
+    assert all(report.get("processes", {"": 1}).values()), report
     assert (report["failed"], report["differing"]) == (0, 0), report
 
 
