@@ -53,9 +53,8 @@ class PeftHooks(BaseTuner):
         # As train() keeps it: dropout in the trunk would move [CLS], and the reference with it.
         self.model.eval()
         self.layer.train(self.training)
-        own = f"{head.name}.{self.prefix}"
         for name, parameter in self.model.named_parameters():
-            if not name.startswith(own):  # PEFT leaves other adapters in the backbone trainable
+            if not name.startswith(f"{head.name}.{self.prefix}"):  # PEFT leaves adapters in the backbone trainable
                 parameter.requires_grad = False
         self.sync_labels()
 

@@ -40,6 +40,7 @@ from transformers import TrainerCallback
 from peft_luca import LucaConfig, TaskStream, load_experts, save_expert, save_experts
 from peft_luca import utils as package_utils
 from peft_luca.data import feature_cache
+from peft_luca.training import run_folder
 from peft_luca.training.run_folder import JOURNAL_NAME, MATRIX_NAME, RunFolder
 from peft_luca.utils import LOCK_NAME
 
@@ -732,6 +733,21 @@ def test_leftovers_of_a_killed_run_are_removed_and_other_files_kept(out, cache):
     (out / ".keep").write_text("not ours")
     make_trainer(out, make_stream(FOUR, names=FOUR), **cache).train()
     assert sorted(path.name for path in out.iterdir() if path.name.startswith(".")) == [".keep"]
+
+
+def test_the_writer_waits_until_all_processes_have_read_the_journal(cache, tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path / "out", make_stream(FOUR, names=FOUR), **cache)
+    trainer.train()
+    seen = []
+
+    class Others:
+        def wait_for_everyone(self):
+            seen.append(trainer.folder.pending())
+
+    monkeypatch.setattr(run_folder, "PartialState", Others)
+    trainer.delete_adapter("task_1")
+    assert seen[-2:] == ["task_1", "task_1"]  # once it is written, and before it is removed
+    assert trainer.folder.pending() is None
 
 
 def kill(folder, *arguments):
