@@ -433,8 +433,11 @@ def test_cost_and_reliability_pages_have_the_figures_of_the_results():
         f"The tests of version 0.2 notice {mutation['killed']} of them "
         f"({100 * mutation['share_killed']:.1f} %)",
         f"the last run, of version 0.1, {run['passed']:,} tests passed and none failed",
-        f"| {sum(kills['killed'].values())}, after which {kills['runs']} runs ended",
-        f"{kills['differing']} differed, {kills['failed']} failed",
+        *(
+            f"| {sum(killed['killed'].values())}, after which {killed['runs']} runs ended {how}: "
+            f"{killed['differing']} differed, {killed['failed']} failed |"
+            for killed, how in ((kills, "bit-identical to an undisturbed one"), (kills["two_processes"], "so"))
+        ),
         f"{measured['add_delete_rounds']:,} rounds, memory grown by {mib['add_delete_grown_bytes']} |",
         "added in {add:.0f} s, saved in {save:.0f} s, loaded in {load:.0f} s, three images routed in {route:.0f} s, "
         "deleted in {delete:.0f} s".format(**measured["seconds"]),
