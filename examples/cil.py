@@ -19,6 +19,7 @@ Running it again in the same --output_dir resumes where it stopped. The argument
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,6 +91,17 @@ def table(results: dict, baseline: dict) -> str:
     return "\n".join(lines)
 
 
+def draw(results: dict, folder: str) -> None:
+    """Writes the picture of accuracy over the tasks, where matplotlib is installed."""
+    with suppress(ImportError):
+        from peft_luca.visualization import accuracy_over_stream
+
+        file = Path(folder) / "plots" / "accuracy_over_stream.png"
+        file.parent.mkdir(exist_ok=True)
+        accuracy_over_stream(results).savefig(file)
+        print(f"\nA picture of it is {file}.")
+
+
 def parse_arguments():
     """The arguments of the command line. Of the digits a quarter is held out."""
     example, args, config = parse_stream(ExampleArguments, sys.argv[1:], "cil.py")
@@ -109,7 +121,8 @@ def main() -> None:
     baseline = class_means(trainer)
     if trainer.is_world_process_zero():
         print(table(trainer.results(), baseline))
-        print(f"\nThe experts and results.json are in {args.output_dir}. Next:")
+        draw(trainer.results(), args.output_dir)
+        print(f"The experts and results.json are in {args.output_dir}. Next:")
         print(f"  peft-luca show {args.output_dir}")
         print(f"  peft-luca predict {args.output_dir} photo.png --top_k 3")
 

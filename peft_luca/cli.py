@@ -31,10 +31,12 @@ from .tuner.config import LucaConfig
 from .utils import list_names, pluralize
 
 
+CHUNK = 512  # images between two writes of predictions
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 EXAMPLES = """examples:
   peft-luca train --model google/vit-base-patch16-224-in21k --dataset path/to/images --increment 10 --output_dir out
   peft-luca predict out photo.jpg more/photos --top_k 3 --out answers.csv
+  accelerate launch -m peft_luca.cli predict out --dataset path/to/dataset --out answers.jsonl
   peft-luca evaluate out --dataset path/to/other/images
   peft-luca show out
   peft-luca delete out task_0
@@ -138,22 +140,52 @@ def _train(given: Sequence[str]) -> None:
 
 
 def _predict(args: Any) -> None:
+    """Each process answers its share of the images, into a file of its own if there are several."""
     images: Any = [
         file for path in map(Path, args.images) for file in (image_files(path) if path.is_dir() else [path])
     ]
-    if not images:
-        raise ValueError(f"there are no images in {', '.join(args.images)}.")
-    rows = [
-        {"image": str(file), **one.to_dict()}
-        for file, one in zip(images, _load(args).predict(images, args.top_k), strict=True)
-    ]
-    with open(args.out, "w", encoding="utf-8", newline="") if args.out else nullcontext(sys.stdout) as out:
-        if args.json or str(args.out).endswith((".json", ".jsonl")):
-            out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        else:
-            table = csv.DictWriter(out, list(rows[0]))
-            table.writeheader()
-            table.writerows(row | {"top": "; ".join(f"{c} {p:.4f}" for c, p in row["top"].items())} for row in rows)
+    if args.dataset:
+        images = load_splits(args.dataset, args.split)[0]
+    if bool(args.dataset) == bool(args.images) or not len(images):
+        raise ValueError(f"there are no images in {', '.join(args.images)}: name some, or one --dataset.")
+    state, out = PartialState(), Path(args.out) if args.out else None
+    if state.num_processes > 1:
+        if out is None:
+            raise ValueError("several processes write files: name one with --out.")
+        out = out.with_name(f"{out.stem}.{state.process_index}-of-{state.num_processes}{out.suffix}")
+    own, as_json = range(state.process_index, len(images), state.num_processes), args.json
+    as_json |= out is not None and out.suffix in (".json", ".jsonl")
+    done = _answered(out) if out and args.dataset and as_json else 0
+    if done:
+        sys.stderr.write(f"{out} has the answers for the first {done} of {len(own)} images; the others follow\n")
+    model = _load(args)
+    with open(out, "a" if done else "w", encoding="utf-8", newline="") if out else nullcontext(sys.stdout) as file:
+        for start in range(done, len(own), CHUNK):
+            rows = own[start : start + CHUNK]
+            asked = images.select(rows) if args.dataset else [images[row] for row in rows]
+            names = [{"row": row} if args.dataset else {"image": str(images[row])} for row in rows]
+            found = [name | one.to_dict() for name, one in zip(names, model.predict(asked, args.top_k), strict=True)]
+            _write_answers(file, found, as_json, header=not start)
+            file.flush()
+
+
+def _answered(file: Path) -> int:
+    """Lines that an earlier run has written. One that is cut off is removed."""
+    if not file.is_file():
+        return 0
+    content = file.read_bytes()
+    with open(file, "r+b") as lines:
+        lines.truncate(content.rfind(b"\n") + 1)
+    return content.count(b"\n")
+
+
+def _write_answers(file: Any, found: list[dict[str, Any]], as_json: bool, header: bool) -> None:
+    if as_json:
+        return file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
+    table = csv.DictWriter(file, list(found[0]))
+    if header:
+        table.writeheader()
+    table.writerows(row | {"top": "; ".join(f"{c} {p:.4f}" for c, p in row["top"].items())} for row in found)
 
 
 def _evaluate(args: Any) -> None:
@@ -292,7 +324,9 @@ def make_parser() -> argparse.ArgumentParser:
         made[name].add_argument("--dtype", default="float32", choices=DTYPES, help="type of the backbone's weights")
     for name in ("evaluate", "predict", "show"):
         made[name].add_argument("--json", action="store_true", help="print JSON")
-    made["predict"].add_argument("images", nargs="+", help="files of images, or folders of them")
+    made["predict"].add_argument("images", nargs="*", help="files of images, or folders of them")
+    made["predict"].add_argument("--dataset", help="Hub id or folder in their place; accelerate launch shares it out")
+    made["predict"].add_argument("--split", default="train", help="split of the dataset")
     made["predict"].add_argument("--top_k", type=int, default=1, help="classes to name for each image")
     made["predict"].add_argument("--out", help="file to write: .csv, or .jsonl for JSON lines; else standard output")
     made["evaluate"].add_argument("--dataset", required=True, help="Hub id, or folder of images or of data files")

@@ -273,12 +273,21 @@ def test_evidence_is_measured_at_every_number_of_images(given, tmp_path, monkeyp
 
 
 def test_a_second_view_that_is_the_first_changes_nothing(bench):
-    x = bench.unit(bench.parts["train"].features)
+    x, test = (bench.unit(bench.parts[split].features) for split in ("train", "test"))
     assert evidence.mirrored_features(bench).shape == x.shape
-    found = evidence.measure_views(bench, 0, 4, [x, x])
+    found = evidence.measure_views(bench, 0, 4, {"plain": ([x], test), "mirrored": ([x, x], test)})
     for name in ("test accuracy", "left-out accuracy", "left-out log-loss"):
         assert found[f"mirrored, {name}"] == pytest.approx(found[f"plain, {name}"], rel=0.1)
     assert {"images", *found} == set(read(RESULTS / "views_emoji.json")["rows"][0])
+
+
+def test_whitened_features_are_those_that_experts_see(bench):
+    model = bench.model
+    train, test = evidence.whitened_features(bench)
+    assert len(test) == len(bench.parts["test"])
+    torch.testing.assert_close(train.norm(dim=1), torch.ones(len(train)).double())
+    assert not torch.allclose(train, bench.unit(bench.parts["train"].features), atol=1e-3)
+    assert bench.model is model
 
 
 def test_an_ablation_has_figures_of_its_own(bench):
@@ -318,7 +327,7 @@ def test_growth_measures_every_stop(given, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        "routing --experts 3 --batch 1 --rounds 1 --rank 4",
+        "routing --experts 3 --batch 1 --rounds 1 --rank 4 --classes_each 2",
         "learning --train_images 4 --test_images 4 --peer_images 4 --size 32",
         "parameters --images 1 --rounds 1",
         "overhead --images 60 --epochs 1 --rounds 1",

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 from helpers import NAMES, files_in, make_images, make_processor, make_splits, make_vit, read_json
 
 from peft_luca import cli, load_experts
@@ -88,6 +89,35 @@ def test_predict_writes_csv_and_json_lines(place, capsys, tmp_path):
     assert float(found[0]["probability"]) == pytest.approx(wanted[0].probability)
     assert "there are no images in" in refused(capsys, "predict", folder / "out", tmp_path)
     assert "cannot be read" in refused(capsys, "predict", folder / "out", folder / "vit" / "config.json")
+
+
+def test_predictions_of_a_dataset_are_shared_out_and_go_on(place, capsys, tmp_path, monkeypatch):
+    folder, _ = place
+    given = "predict", folder / "out", "--dataset", folder / "images", "--split", "test", "--out"
+    said(capsys, *given, tmp_path / "whole.jsonl")
+    whole = [json.loads(line) for line in (tmp_path / "whole.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in whole] == list(range(16))
+    model = load_experts(make_vit(), folder / "out")
+    files = sorted((folder / "images" / "test").rglob("*.png"))
+    assert [row["label"] for row in whole] == [one.label for one in model.predict(files)]
+    monkeypatch.setattr(cli, "CHUNK", 3)
+    monkeypatch.setattr(PartialState(), "num_processes", 2)
+    parts = []
+    for index in (0, 1):
+        monkeypatch.setattr(PartialState(), "process_index", index)
+        file = tmp_path / f"answers.{index}-of-2.jsonl"
+        said(capsys, *given, tmp_path / "answers.jsonl")
+        parts += [json.loads(line) for line in file.read_text().splitlines()]
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) * 2 // 3])  # as a kill leaves it
+        cli.main([str(argument) for argument in (*given, tmp_path / "answers.jsonl")])
+        assert "has the answers for the first 5 of 8 images" in capsys.readouterr().err
+        assert file.read_bytes() == content
+    parts.sort(key=lambda row: row["row"])
+    for one, other in zip(parts, whole, strict=True):
+        assert one["label"] == other["label"]
+        assert one["probability"] == pytest.approx(other["probability"])
+    assert "several processes write files" in refused(capsys, *given[:-1])
 
 
 def test_evaluate_matches_classes_by_name(place, capsys):

@@ -58,15 +58,22 @@ def test_the_table_says_what_the_results_file_says(demonstration):
         luca, class_means = re.search(rf"{label} +(\d\.\d+) +(\d\.\d+)", first.stdout).groups()
         assert float(luca) == pytest.approx(results[name], abs=5e-4)
         assert 0.0 <= float(class_means) <= 1.0
+    picture = re.search(r"A picture of it is (.+)\.\n", first.stdout)[1]
+    assert Path(picture).read_bytes().startswith(b"\x89PNG")
+    assert first.stdout.splitlines()[-2:] == [
+        f"  peft-luca show {folder}",
+        f"  peft-luca predict {folder} photo.png --top_k 3",
+    ]
     assert len(re.findall(r"^task \d/5 task_\d \(", first.stdout, re.M)) == 5
 
 
-def test_only_json_and_safetensors_are_written(demonstration):
+def test_only_json_safetensors_and_a_picture_are_written(demonstration):
     folder, _ = demonstration
     files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     own = ("adapter_config.json", "adapter_model.safetensors", "statistics.safetensors")
     adapters = [f"task_{t}/{name}" for t in range(5) for name in own]
-    assert files == sorted([*adapters, "experts.json", "matrix.jsonl", "preprocessor_config.json", "results.json"])
+    of_the_run = ["experts.json", "matrix.jsonl", "preprocessor_config.json", "results.json"]
+    assert files == sorted([*adapters, *of_the_run, "plots/accuracy_over_stream.png"])
 
 
 def test_running_it_again_goes_on_and_changes_nothing(demonstration, monkeypatch, capsys):

@@ -1,7 +1,7 @@
 """
 What things cost, on backbones of random weights.
 
-    python examples/benchmarks/cost.py routing      # routing beside the backbone, as experts and classes grow
+    python examples/benchmarks/cost.py routing      # collections of experts: load, route, add, delete
     python examples/benchmarks/cost.py learning     # a stream of ten tasks, in passes of the backbone over its images
     python examples/benchmarks/cost.py parameters   # numbers to learn and one epoch, beside methods that move layers
     python examples/benchmarks/cost.py overhead     # ContinualTrainer beside a stock Trainer, on the same vectors
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import resource
 import sys
 import tempfile
 import threading
@@ -28,19 +27,34 @@ import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, be_quiet, make_trainer, write_results
+from harness import RESULTS, be_quiet, make_trainer, timed, write_results
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from peft_luca import FeatureDataset, ImageCollator, LucaConfig, TaskStream
+from peft_luca import (
+    FeatureDataset,
+    ImageCollator,
+    LucaConfig,
+    TaskStream,
+    load_expert,
+    load_experts,
+)
 from peft_luca.data.feature_cache import PartialFeatures
+from peft_luca.hub.saving import save_statistics
+from peft_luca.hub.validation import expert_digests
 from peft_luca.routing.statistics import ClassStatistics
+from peft_luca.utils import write_json
 
 
 BATCH, EPOCHS, TASKS = 48, 20, 10
+CPU = torch.device("cpu")
 PRECISIONS = "float32", "bfloat16"
+SHARE = "share of the backbone's time, median"
+OURS, RELEASED = "LuCA, 20 epochs, with evaluation", "released procedure, 20 epochs, with evaluation"
+LORA = "LoRA on q and v, 20 epochs"
 BOTTLENECK = 64
 # Pools, for all tasks together. L2P: 10 prompts of 5 tokens with a key each. CODA-Prompt: 100 components of 8 tokens
 # in 5 blocks, each with a key and an attention. (exps/l2p.json, exps/coda_prompt.json of sun-hailong/LAMDA-PILOT.)
@@ -81,65 +95,66 @@ def pictures(count: int, classes: int, seed: int = 0, side: int = 64) -> dataset
 # ---- routing -----------------------------------------------------------------------------------------------------
 
 
-def random_expert(model: Any, name: str, classes: list[str], rank: int) -> tuple[dict[str, Tensor], ClassStatistics]:
-    """Tensors of an expert, and statistics of random images of the rank asked for."""
-    k, d = len(classes), model.config.hidden_size
-    tensors = {}
-    for key, tensor in get_peft_model_state_dict(model, adapter_name="first").items():
-        own = torch.randn(k, d) if "class_rows" in key else tensor
-        tensors["luca_" + key.split(".luca_")[1]] = own
-    means = F.normalize(torch.randn(k, d, dtype=torch.float64), dim=1)
-    factors = tuple(torch.randn(k, rank, d) / d**0.5)
-    counts, zeros = torch.full((k,), 100.0, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
-    return tensors, ClassStatistics(tuple(classes), counts, means, factors, torch.rand(k, d) / d, zeros)
+def make_collection(folder: Path, experts: int, classes_each: int, rank: int) -> None:
+    """Files of experts of random weights, with statistics of random images of the rank asked for."""
+    model: Any = get_peft_model(vit(), LucaConfig(classes=["a"]), adapter_name="first")
+    given, d = get_peft_model_state_dict(model, adapter_name="first"), model.config.hidden_size
+    drawn = [key for key in given if key.endswith(("down.weight", "up.weight"))]
+    rows = next(key for key in given if key.endswith("class_rows"))
+    counts, zeros = torch.full((classes_each,), rank + 1.0, dtype=torch.float64), torch.zeros(classes_each)
+    known = {"fingerprint": model.backbone.fingerprint, "backbone_settings": model.backbone.settings}
+    listed = []
+    for t in range(experts + 1):  # one more, to add and to delete
+        classes, place = [f"class {t} {k}" for k in range(classes_each)], folder / f"expert_{t}"
+        place.mkdir()
+        LucaConfig(classes=classes, whitening=True, inference_mode=True, **known).resolve().save_pretrained(str(place))
+        tensors = given | {key: torch.randn_like(given[key]) / d**0.5 for key in drawn}
+        save_file(tensors | {rows: torch.randn(classes_each, d)}, place / "adapter_model.safetensors")
+        means = F.normalize(torch.randn(classes_each, d, dtype=torch.float64), dim=1)
+        factors = tuple(torch.randn(classes_each, rank, d) / (4 * d) ** 0.5)
+        remainder = torch.rand(classes_each, d) / d
+        statistics = ClassStatistics(tuple(classes), counts, means, factors, remainder, zeros.double())
+        save_statistics(statistics, place, expert_digests(place))
+        listed.append({"name": place.name, "classes": classes})
+    write_json(folder / "experts.json", {"format": 1, "experts": listed[:-1], "router": None})
 
 
 @torch.no_grad()
 def routing(args: Any) -> dict[str, Any]:
+    """Collections from a folder: loading, routing beside a pass of the backbone, adding one expert, deleting it."""
     rows: list[dict[str, Any]] = []
-    backbone = vit()
-    pixels, z = torch.randn(args.batch, 3, 224, 224), torch.randn(args.batch, 768)
+    pixels, z = torch.randn(8, 3, 224, 224), torch.randn(args.batch, 768)
     for experts in args.experts:
-        model = get_peft_model(backbone, LucaConfig(classes=["a", "b"]), adapter_name="first")
-        for t in range(experts):
-            classes, name = [f"class {t} {k}" for k in range(args.classes_each)], f"expert_{t}"
-            model.add_expert(
-                name, LucaConfig(classes=classes).resolve(), *random_expert(model, name, classes, args.rank)
-            )
-        model.delete_adapter("first")
-        for router in args.routers:
-            started = time.perf_counter()
-            model.set_router(router)
-            model.route_features(z[:1])
-            ready = time.perf_counter() - started
-            model.pooled_features(pixels)
-            backbone_times, times = [], []
-            for _ in range(args.rounds):
-                started = time.perf_counter()
-                model.pooled_features(pixels)
-                backbone_times.append(time.perf_counter() - started)
-                started = time.perf_counter()
-                model.route_features(z)
-                times.append(time.perf_counter() - started)
-            shares = [route / trunk for route, trunk in zip(times, backbone_times, strict=True)]
-            rows.append(
-                {
-                    "experts": experts,
-                    "classes": experts * args.classes_each,
-                    "router": router,
-                    "share of the backbone's time, median": round(median(shares), 5),
-                    "share of the backbone's time, worst": round(max(shares), 5),
-                    "routing, milliseconds": round(1000 * median(times), 2),
-                    "backbone, milliseconds": round(1000 * median(backbone_times), 1),
-                    "made ready once, seconds": round(ready, 2),
-                    "bytes of the statistics": sum(
-                        tensor.nbytes for part in model.statistics.values() for tensor in part.tensors().values()
-                    ),
-                }
-            )
-            print(rows[-1], flush=True)
-        backbone = model.unload()
-    return {"setting": {"batch": args.batch, "rounds": args.rounds, "rank": args.rank, "width": 768}, "rows": rows}
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            make_collection(Path(folder), experts, args.classes_each, args.rank)
+            torch.manual_seed(0)
+            backbone, before = vit(), resident()  # the same weights again
+            loading, model = timed(load_experts, backbone, folder)
+            row: dict[str, Any] = {"experts": experts, "classes": experts * args.classes_each}
+            row["loaded, seconds"] = round(loading, 2)
+            row["routers"] = {router: ask(model, router, pixels, z, args.rounds) for router in args.routers}
+            model.set_router("nearest")  # the others are prepared anew for other experts: see "made ready"
+            row["one added, seconds"] = round(timed(load_expert, model, f"{folder}/expert_{experts}")[0], 3)
+            row["one deleted, seconds"] = round(timed(model.delete_adapter, f"expert_{experts}")[0], 3)
+            row["memory beyond the backbone, GiB"] = round((resident() - before) / 2**30, 2)
+            row["peak of the process, GiB"] = round(resident("VmHWM") / 2**30, 2)
+        rows.append(row)
+        print(row, flush=True)
+        del model, backbone
+    return {"setting": {"width": 768}, "rows": rows}
+
+
+def ask(model: Any, router: str, pixels: Tensor, z: Tensor, rounds: int) -> dict[str, float]:
+    """Routing of a batch in turns with a pass of the backbone, and how long it takes until the first answer."""
+    ready, _ = timed(lambda: (model.set_router(router), model.route_features(z[:1])))
+    model.pooled_features(pixels)
+    times = [(timed(model.route_features, z)[0], timed(model.pooled_features, pixels)[0]) for _ in range(rounds)]
+    return {
+        SHARE: round(median(route / trunk for route, trunk in times) * len(pixels) / len(z), 5),
+        "milliseconds per image": round(1000 * median(route for route, _ in times) / len(z), 3),
+        "made ready once, seconds": round(ready, 2),
+    }
 
 
 # ---- learning ----------------------------------------------------------------------------------------------------
@@ -147,66 +162,88 @@ def routing(args: Any) -> dict[str, Any]:
 
 def learning(args: Any) -> dict[str, Any]:
     """
-    The peers are not run to their end: one epoch over a part of the images is timed, and scaled to 20 epochs over all.
-    The released procedure runs the backbone in every epoch, and evaluates after each task as its code has it: for
-    every module, one pass over the test images of the tasks seen.
+    From rows of images on. The peers are not run to their end: one epoch over a part of the images is timed, and
+    scaled to 20 epochs over all. The released procedure runs the backbone in every epoch, and evaluates after each
+    task as its code has it: for every module, one pass over the test images of the tasks seen.
     """
+    device = torch.accelerator.current_accelerator() or CPU
+    found = {precision: run(args, device, precision) for precision in args.precisions}
+    one = found["float32"]["seconds"]["one pass of the backbone"]
+    passes = {
+        precision: {name: round(value / one, 3) for name, value in measured["seconds"].items()}
+        for precision, measured in found.items()
+    }
+    ours = passes["float32"][OURS]
+    return {
+        "seconds_of_one_pass": round(one, 2),
+        "passes": passes,
+        "peak_memory_gib": found["float32"]["peaks"],  # the second run finds memory that the first one has freed
+        "faster_than_released": round(passes["float32"][RELEASED] / ours, 2),
+        "faster_than_lora": round(passes["float32"][LORA] / ours, 2),
+        "bf16_faster_than_released": round(passes["float32"][RELEASED] / passes[args.precisions[-1]][OURS], 2),
+        "bf16_faster_than_lora": round(passes["float32"][LORA] / passes[args.precisions[-1]][OURS], 2),
+    }
+
+
+def run(args: Any, device: torch.device, precision: str) -> dict[str, dict[str, float]]:
+    """Seconds and peaks of memory, in GiB, of every method in one precision."""
     size, classes = args.size, 2 * TASKS
-    model = vit(image_size=size, num_labels=classes)
+    model: Any = vit(image_size=size, num_labels=classes).to(device)
     train, test = pictures(args.train_images, classes), pictures(args.test_images, classes, seed=1)
     collate, rows = ImageCollator(processor(size), "image"), train.rename_column("label", "labels")
+    half = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
+    times: dict[str, float] = {}
+    peaks: dict[str, float] = {}
 
     def batches(count: int, size: int = BATCH) -> Any:
         for part in torch.arange(count).split(size):
             batch = collate([rows[int(i)] for i in part])
-            yield batch["pixel_values"], batch["labels"]
+            yield batch["pixel_values"].to(device), batch["labels"].to(device)
+
+    def measure(name: str, function: Callable[[], Any], times_more: float = 1.0) -> None:
+        done, seen = threading.Event(), [memory_of(device)]
+        threading.Thread(target=watch, args=(seen, done, device), daemon=True).start()
+        times[name] = timed(function)[0] * times_more
+        done.set()
+        peaks[name] = round(max(seen) / 2**30, 2)
+
+    def peer(name: str, net: nn.Module, last: nn.Module, trunk_learns: bool) -> None:
+        with half:
+            measure(
+                name,
+                lambda: epoch(net.to(device), last.to(device), batches(args.peer_images), trunk_learns),
+                EPOCHS * args.train_images / args.peer_images,
+            )
 
     @torch.no_grad()
     def one_pass() -> None:
-        for x, _ in batches(args.train_images, 32):
-            model(x)
+        with half:
+            for x, _ in batches(args.train_images, 32):
+                model(x)
 
-    def epoch_of(net: nn.Module, last: nn.Module, trunk_learns: bool) -> float:
-        return (
-            seconds(epoch, net, last, batches(args.peer_images), trunk_learns) / args.peer_images * args.train_images
-        )
-
-    one = seconds(one_pass)
-    inference_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wrapped = get_peft_model(model, LucaConfig(classes=["a", "b"]))
-    wrapped.compute_reference()  # once for a backbone, and not counted
+    measure("reference, once for a backbone", wrapped.compute_reference)
     model = wrapped.unload()
+    measure("one pass of the backbone", one_pass)
     stream = TaskStream.from_dataset((train, test), increment=2)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
-            model, processor(size), stream, f"{folder}/out", None,
-            num_train_epochs=EPOCHS, use_cpu=True, features_cache_dir=f"{folder}/features",
+            model, processor(size), stream, f"{folder}/out", None, num_train_epochs=EPOCHS,
+            use_cpu=device.type == "cpu", bf16=precision == "bfloat16", features_cache_dir=f"{folder}/features",
         )  # fmt: skip
         trainer.given = super(type(trainer), trainer).features  # [CLS] is computed here
-        whole = seconds(trainer.train)
-        training_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        measure(OURS, trainer.train)
         model = trainer.model.unload()
-    learned = whole - args.test_images * one / args.train_images  # test images pass the backbone too, in evaluation
-    released_epoch = epoch_of(model, nn.Linear(classes, classes), trunk_learns=False)
-    tested = sum(t * t for t in range(1, TASKS + 1)) * args.test_images / TASKS  # after task t, t modules on t tasks
-    released = EPOCHS * released_epoch + tested * one / args.train_images
+    peer(RELEASED, model, nn.Linear(classes, classes), trunk_learns=False)
+    # After task t, t modules look at the test images of t tasks.
+    tested = sum(t * t for t in range(1, TASKS + 1)) * args.test_images / TASKS
+    times[RELEASED] += tested * times["one pass of the backbone"] / args.train_images
+    adapted: Any = vit(image_size=size, num_labels=classes)
+    add_layer_adapters(adapted)
+    peer(f"adapter of width {BOTTLENECK} in every block, 20 epochs", adapted, nn.Identity(), trunk_learns=True)
     lora = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
-    lora_epoch = epoch_of(lora, nn.Identity(), trunk_learns=True)
-    table = {
-        "one pass of the backbone": one,
-        "all tasks, 20 epochs, evaluation not counted": learned,
-        "all tasks, 20 epochs, with evaluation": whole,
-        "released procedure, 20 epochs (one timed, scaled)": released,
-        "LoRA on q and v, 20 epochs (one timed, scaled)": EPOCHS * lora_epoch,
-    }
-    return {
-        "seconds_of_one_pass": round(one, 2),
-        "passes": {name: round(value / one, 3) for name, value in table.items()},
-        "faster_than_released": round(released / whole, 2),
-        "faster_than_released_without_evaluation": round(EPOCHS * released_epoch / learned, 2),
-        "faster_than_lora": round(EPOCHS * lora_epoch / learned, 2),
-        "peak_of_inference": round(training_peak / inference_peak, 3),
-    }
+    peer(LORA, lora, nn.Identity(), trunk_learns=True)
+    return {"seconds": times, "peaks": peaks}
 
 
 # ---- parameters --------------------------------------------------------------------------------------------------
@@ -378,10 +415,15 @@ def resident(kind: str = "RssAnon") -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(kind))
 
 
-def watch(found: list[int], done: threading.Event) -> None:
+def memory_of(device: torch.device) -> int:
+    """Memory that this process has in use, in bytes: of the accelerator, where there is one."""
+    return resident() if device.type == "cpu" else torch.accelerator.memory_allocated()
+
+
+def watch(found: list[int], done: threading.Event, device: torch.device = CPU) -> None:
     """Looks at the memory ten times a second."""
     while not done.wait(0.1):
-        found.append(resident())
+        found.append(memory_of(device))
 
 
 def memory(args: Any) -> dict[str, Any]:
@@ -456,10 +498,14 @@ COMMANDS: dict[str, tuple[Callable[[Any], dict[str, Any]], str, dict[str, Any]]]
     "routing": (
         routing,
         "routing_cost_scale.json",
-        {"experts": [100, 1000], "routers": ["gaussian", "entropy"], "classes_each": 5, "rank": 64, "batch": 16,
-         "rounds": 3},
+        {"experts": [20, 100, 1000], "routers": ["auto", "nearest", "entropy"], "classes_each": 5, "rank": 64,
+         "batch": 64, "rounds": 3},
     ),
-    "learning": (learning, "speed.json", {"train_images": 200, "test_images": 40, "peer_images": 48, "size": 224}),
+    "learning": (
+        learning,
+        "speed.json",
+        {"train_images": 200, "test_images": 40, "peer_images": 48, "size": 224, "precisions": [*PRECISIONS]},
+    ),
     "parameters": (parameters, "layerwise.json", {"images": 16, "rounds": 3}),
     "overhead": (overhead, "overhead.json", {"images": 2400, "epochs": 20, "rounds": 5}),
     "memory": (memory, "memory.json", {"images": 1_300_000, "classes": 1000, "width": 768, "steps": 2000}),

@@ -6,7 +6,8 @@ the two numbers of an answer are calibrated. No test image chooses anything.
     python examples/benchmarks/evidence.py --dataset letters600 --increment 5 --output evidence_letters.json
 
 With `--mirrored`, only what a mirrored view of every training image brings to the statistics alone, each image counted
-once, and whether training images that are left out with their view say so.
+once, and whether training images that are left out with their view say so. With `--whitened`, what statistics of [CLS]
+whitened by the reference bring, as experts see it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 from peft_luca import LucaConfig
 from peft_luca.routing.discriminants import RegularizedDiscriminant, RidgeClassifier
 from peft_luca.routing.evidence import EvidenceDiscriminant, Familiarity, collect_with_evidence
-from peft_luca.routing.statistics import ClassStatistics, pool
+from peft_luca.routing.statistics import ClassStatistics, pool, unit_features
 
 
 FOLDS = 4
@@ -38,7 +39,7 @@ class EvidenceArguments(StreamArguments):
     """What to measure."""
 
     mirrored: bool = field(default=False, metadata={"help": "Measure mirrored views in the statistics instead."})
-
+    whitened: bool = field(default=False, metadata={"help": "Measure statistics of whitened [CLS] instead."})
     output: str = field(default="evidence.json", metadata={"help": "Where the figures go."})
     images_per_class: list[int] = field(
         default_factory=lambda: [5, 20, 100], metadata={"help": "At most so many of each class; then all."}
@@ -128,6 +129,19 @@ def mirrored_features(bench: Bench) -> Tensor:
     return torch.cat(found)
 
 
+@torch.no_grad()
+def whitened_features(bench: Bench) -> tuple[Tensor, Tensor]:
+    """Unit features of the training and the test images, whitened by the reference pictures alone, (images, d)."""
+    model: Any = get_peft_model(bench.model, LucaConfig(classes=["a", "b"]), adapter_name="probe")
+    model.compute_reference()
+    layer = model.base_model.layer
+    train, test = (
+        unit_features(layer.standardize(bench.parts[split].features, "probe").double()) for split in ("train", "test")
+    )
+    bench.model = model.unload()
+    return train, test
+
+
 def discriminant_of(views: list[Tensor], labels: Tensor, classes: tuple[str, ...]) -> RegularizedDiscriminant:
     """Of unit features of one or more views of the same images, (images, d) each; an image counts once."""
     n = len(views)
@@ -138,15 +152,19 @@ def discriminant_of(views: list[Tensor], labels: Tensor, classes: tuple[str, ...
     )
 
 
-def measure_views(bench: Bench, seed: int, images: int, views: list[Tensor]) -> dict[str, float]:
-    """Accuracy on test images, and on left-out training images within each task, without and with the second view."""
+def measure_views(bench: Bench, seed: int, images: int, variants: dict[str, Any]) -> dict[str, float]:
+    """
+    Accuracy on test images, and on left-out training images within each task, of every variant: the views of the
+    training images, (images, d) each, and the test images.
+    """
     train, test, figures = bench.parts["train"], bench.parts["test"], {}
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     rows = torch.cat([order[train.labels[order] == k][:images] for k in range(len(bench.classes))])
-    y, x = train.labels[rows], bench.unit(test.features).float()
-    for name, used in (("plain", views[:1]), ("mirrored", views)):
-        part = [view[rows] for view in used]
-        figures[f"{name}, test accuracy"] = accuracy(discriminant_of(part, y, bench.classes).scores(x), test.labels)
+    y = train.labels[rows]
+    for name, (views, x) in variants.items():
+        part = [view[rows] for view in views]
+        made = discriminant_of(part, y, bench.classes)
+        figures[f"{name}, test accuracy"] = accuracy(made.scores(x.float()), test.labels)
         losses, right = [], []
         for task in bench.stream(seed):
             own = torch.tensor([bench.classes.index(c) for c in task.classes])
@@ -172,14 +190,20 @@ def main() -> None:
     be_quiet()
     bench = Bench(args)
     most, rows = int(bench.parts["train"].labels.bincount().max()), []
-    views = [bench.unit(z) for z in (bench.parts["train"].features, mirrored_features(bench))] if args.mirrored else []
+    plain, test = (bench.unit(bench.parts[split].features) for split in ("train", "test"))
+    variants: dict[str, Any] = {"plain": ([plain], test)}
+    if args.mirrored:
+        variants["mirrored"] = [plain, bench.unit(mirrored_features(bench))], test
+    if args.whitened:
+        train, whitened = whitened_features(bench)
+        variants["whitened"] = [train], whitened
     for images in [n for n in args.images_per_class if n < most] + [most]:
-        if args.mirrored:
-            found = [measure_views(bench, seed, images, views) for seed in args.seeds]
+        if len(variants) > 1:
+            found = [measure_views(bench, seed, images, variants) for seed in args.seeds]
         else:
             found = [measure(bench, seed, images) for seed in args.seeds]
         row: dict[str, Any] = {name: mean_and_deviation([figures[name] for figures in found]) for name in found[0]}
-        if args.random_features and not args.mirrored:
+        if args.random_features and len(variants) == 1:
             row["ridge accuracy"] = round(ridge_accuracy(bench, images, args.random_features), 4)
         rows.append({"images": images, **row})
         print(rows[-1], flush=True)

@@ -198,17 +198,17 @@ def routers(results: Path) -> str:
 
 
 def routing_cost(results: Path) -> str:
-    rows = [row for name in ("", "_scale") for row in read(results / f"routing_cost{name}.json")["rows"]]
     lines = [
         [
             f"{row['experts']:,}",
             f"{row['classes']:,}",
-            f"`{row['router']}`",
-            f"{100 * row[SHARE]:.1f} %",
-            f"{row['made ready once, seconds']:.1f} s" if "made ready once, seconds" in row else "",
+            f"`{router}`",
+            f"{100 * found[SHARE]:.1f} %",
+            f"{found['made ready once, seconds']:.1f} s",
         ]
-        for row in rows
-        if row["router"] in ROUTERS
+        for name in ("scale", "10000")
+        for row in read(results / f"routing_cost_{name}.json")["rows"]
+        for router, found in row["routers"].items()
     ]
     return table(["experts", "classes", "router", "share of the backbone's time", "made ready once"], lines)
 
@@ -237,8 +237,10 @@ def passes(results: Path) -> str:
 
 
 def learning_cost(results: Path) -> str:
-    found = read(results / "speed.json")["passes"]
-    return table(["", "passes"], [[name, f"{value:.2f}"] for name, value in found.items()])
+    content = read(results / "speed.json")
+    passes, peaks = content["passes"], content["peak_memory_gib"]
+    lines = [[name, *(f"{of[name]:.2f}" for of in passes.values()), f"{peaks[name]:.1f} GiB"] for name in peaks]
+    return table(["", *passes, "peak memory"], lines)
 
 
 def steps(results: Path) -> str:

@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from ..preprocessing import MissingSourceError, read_bytes, undecoded
 from ..tuner.backbone import BackboneFacts
@@ -35,9 +36,12 @@ from ..utils import atomic_write, explain_write_errors, write_json
 from .collator import ROW, ImageCollator
 
 
+logger = logging.get_logger(__name__)
+
 CACHE_FORMAT = 5
 PACKAGES = ("torch", "torchvision", "transformers", "numpy", "pillow", "datasets")  # versions
 STORAGE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SLOW = 60.0  # seconds: nobody minds what takes less
 CHECKPOINT_SECONDS = 10.0  # time between two checkpoints of a partial file
 
 
@@ -294,10 +298,13 @@ class FeatureExtractor:
         batches: list[Any] = [range(start, min(start + self.batch_size, starts.stop)) for start in starts]
         options: dict[str, Any] = {"collate_fn": FeatureDataset.collate, "num_workers": self.num_workers}
         own = iter(DataLoader(images, batch_sampler=batches[rank::processes], **options, **self.loader_options))
+        waited, began = 0.0, time.monotonic()
         for i in range(0, len(batches), processes):
             vectors, bad_rows = None, []
             if i + rank < len(batches):
+                asked = time.monotonic()
                 pixels, bad = next(own)
+                waited += time.monotonic() - asked
                 self._report(bad)
                 bad_rows = [row for row, *_ in bad]
                 if pixels is not None:
@@ -309,6 +316,10 @@ class FeatureExtractor:
             parts = gather_object([(vectors, bad_rows)])
             for batch, part in zip(batches[i : i + processes], parts, strict=False):
                 yield len(batch), *part
+        share = waited / max(time.monotonic() - began, SLOW)
+        if share > 0.5 and rank == 0:
+            remedy = "set dataloader_num_workers higher, up to the number of cores, or store smaller images"
+            logger.warning(f"Reading the images took {share:.0%} of the time for [CLS]: {remedy}.")
 
     def _report(self, bad: list[tuple[int, str | None, str]]) -> None:
         if bad and self.on_bad_image == "raise":

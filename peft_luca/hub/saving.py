@@ -8,9 +8,10 @@ import re
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from transformers.utils import logging
 from ..routing import ROUTERS, Router, make_router
 from ..routing.statistics import ClassStatistics
 from ..routing.statistics_routers import AutoRouter
-from ..tuner.backbone import check_backbone, warn_of_processor
+from ..tuner.backbone import BackboneFacts, check_backbone, warn_of_processor
 from ..tuner.experts import NewExpert
 from ..tuner.head import check_expert_name, find_head
 from ..tuner.layer import LucaExperts, LucaLayer, find_layer
@@ -322,7 +323,7 @@ def _load(
         raise ValueError(f"more than one expert is called {twice[0]!r}. {remedy}.")
     if unknown := sorted(set(rename) - set(names)):
         raise ValueError(f"rename names the experts {unknown}, but those to load are {list_names(names)}.")
-    options = allow_mismatch, statistics
+    options = allow_mismatch, statistics, cache(BackboneFacts.of)  # nothing changes the backbone while files are read
     experts = {name: _read_expert(model, name, folder, rename.get(name, {}), *options) for name, folder in folders}
     layer = tuner.layer if tuner else LucaLayer(nn.Identity(), 0, 0)
     device = tuner.layer.experts.device if tuner else next(model.parameters()).device
@@ -356,7 +357,13 @@ def _load(
 
 
 def _read_expert(
-    model: nn.Module, name: str, folder: Path, rename: Mapping[str, str], allow_mismatch: bool, statistics: bool
+    model: nn.Module,
+    name: str,
+    folder: Path,
+    rename: Mapping[str, str],
+    allow_mismatch: bool,
+    statistics: bool,
+    facts: Callable[[nn.Module, str], BackboneFacts],
 ) -> NewExpert:
     if not (folder / CONFIG_NAME).is_file():
         raise InvalidExpertError(f"{folder} is not an expert and not a collection: it has no {CONFIG_NAME}.")
@@ -375,7 +382,7 @@ def _read_expert(
     if config.fingerprint is None and not config.allow_mismatch:
         reason = "does not say which backbone it was trained on: its config has no fingerprint"
         raise InvalidExpertError(f"expert {name!r} {reason}. Set allow_mismatch=True to load it all the same.")
-    check_backbone(base, head, config, name, tensors)
+    check_backbone(base, head, config, name, tensors, facts)
     classes = config.classes or []
     if unknown := sorted(set(rename) - set(classes)):
         raise ValueError(f"rename names the classes {unknown}, but expert {name!r} has {list_names(classes)}.")

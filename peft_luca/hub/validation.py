@@ -43,6 +43,7 @@ CONFIG_FACTS = (
     "white_level"
 ).split()
 
+_SHAPES: dict[tuple[Any, ...], dict[str, tuple[int, ...]]] = {}  # a thousand experts of a collection have few
 Specs = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # tensor name -> allowed dtypes, shape
 Header = Mapping[str, tuple[str, list[int]]]  # tensor name -> dtype, shape
 
@@ -103,10 +104,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 def expert_shapes(config: LucaConfig, width: int) -> dict[str, tuple[int, ...]]:
     """Shapes of an expert's tensors, by their names after that of the head. `width` is d, the width of [CLS]."""
-    with torch.device("meta"):  # nothing is allocated
-        store = ExpertStore(nn.Identity(), width, width)
-        store.update_layer("expert", config)
-    return {key.replace(".expert", "", 1): tuple(tensor.shape) for key, tensor in store.tensors("expert").items()}
+    key = config.arrangement, bool(config.whitening), *config.widths(width), len(config.classes or ()), width
+    if key not in _SHAPES:
+        with torch.device("meta"):  # nothing is allocated
+            store = ExpertStore(nn.Identity(), width, width)
+            store.update_layer("expert", config)
+        tensors = store.tensors("expert").items()
+        _SHAPES[key] = {name.replace(".expert", "", 1): tuple(tensor.shape) for name, tensor in tensors}
+    return _SHAPES[key]
 
 
 def read_weights(folder: Path, config: LucaConfig, head: str, width: int) -> dict[str, Tensor]:

@@ -122,7 +122,14 @@ class RegularizedDiscriminant(Discriminant):
         values, basis = torch.linalg.eigh(covariance)
         values, self.basis = values.clamp(min=0), nn.Buffer(basis.float())
         means = statistics.means @ basis  # (C, d). All that follows is in the basis of P.
-        inverse, rows, offsets = torch.empty_like(means), [], []
+        inverse = torch.empty_like(means)
+        # Classes with equally many rows lie side by side, so that one reshape and sum serves them all.
+        sizes = [max(1, len(factor)) for factor in statistics.factors]
+        order = sorted(range(len(sizes)), key=sizes.__getitem__)
+        self.groups = list(Counter(sizes[k] for k in order).items())  # (rows per class, classes)
+        self.places = nn.Buffer(torch.tensor(order).argsort())
+        rows, offsets = torch.empty(sum(sizes), d), torch.empty(sum(sizes))
+        parts = [rows.split([sizes[k] for k in order]), offsets.split([sizes[k] for k in order])]
         volumes, spans, leverages = torch.empty(3, len(means), dtype=torch.float64)
         for k, factor in enumerate(statistics.factors):
             freedom = float(counts[k]) - 1
@@ -147,14 +154,9 @@ class RegularizedDiscriminant(Discriminant):
             spans[k] = (factor.square() / diagonal).sum() - (factor @ reduced.T).square().sum()
             spans[k] += statistics.remainder[k].double().mean() * ((1 / diagonal).sum() - reduced.square().sum())
             leverages[k] = (1 - sphere) * (own / max(freedom, 1) + (1 - own) / max(pooled_freedom, 1))
-            rows.append(reduced.float())
-            offsets.append((reduced @ means[k]).float())
-        # Classes with equally many rows lie side by side, so that one reshape and sum serves them all.
-        order = sorted(range(len(rows)), key=lambda k: len(rows[k]))
-        self.groups = list(Counter(len(rows[k]) for k in order).items())  # (rows per class, classes)
-        self.places = nn.Buffer(torch.tensor(order).argsort())
-        self.rows = nn.Buffer(torch.cat([rows[k] for k in order]))
-        self.offsets = nn.Buffer(torch.cat([offsets[k] for k in order]))
+            parts[0][self.places[k]].copy_(reduced)
+            parts[1][self.places[k]].copy_(reduced @ means[k])
+        self.rows, self.offsets = nn.Buffer(rows), nn.Buffer(offsets)
         self.inverse, self.linear = nn.Buffer(inverse.float()), nn.Buffer((means * inverse).float())
         self.constant = nn.Buffer((-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float())
         self.volumes = nn.Buffer((volume * volumes).float())

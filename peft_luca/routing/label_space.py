@@ -27,29 +27,34 @@ class LabelSpace:
         for classes in experts.values():
             for name in classes:
                 ids.setdefault(name, len(ids))
-        own = {expert: torch.tensor([ids[name] for name in classes]) for expert, classes in experts.items()}
-        row_class = torch.cat(list(own.values()))
+        sizes = {expert: len(classes) for expert, classes in experts.items()}
+        row_class = torch.tensor([ids[name] for classes in experts.values() for name in classes])
         self.device = device
         self.classes = tuple(ids)
         self.rows = len(row_class)
-        self.own = {expert: places.to(device) for expert, places in own.items()}
-        rows = torch.arange(self.rows, device=device).split([len(places) for places in own.values()])
-        self.own_rows = dict(zip(own, rows, strict=True))
         self.row_class = row_class.to(device)
-        names = sorted(own)
-        self.part_class = torch.cat([own[expert] for expert in names]).to(device)
-        places, sizes = torch.tensor([list(own).index(n) for n in names]), torch.tensor([len(own[n]) for n in names])
-        self.part_expert = places.repeat_interleave(sizes).to(device)
+        # One tensor is cut into parts: to make a thousand small ones takes longer.
+        self.own = dict(zip(sizes, self.row_class.split(list(sizes.values())), strict=True))
+        rows = torch.arange(self.rows, device=device).split(list(sizes.values()))
+        self.own_rows = dict(zip(sizes, rows, strict=True))
+        names, place = sorted(sizes), {name: i for i, name in enumerate(sizes)}
+        self.part_class = torch.cat([self.own[name] for name in names])
+        places, counts = torch.tensor([place[name] for name in names]), torch.tensor([sizes[name] for name in names])
+        self.part_expert = places.repeat_interleave(counts).to(device)
         # Where no class is shared, the rows only have to be put into the order of the classes.
         self.permutation = row_class.argsort().to(device) if self.rows == len(ids) else None
 
+    def order_rows(self, rows: Tensor) -> Tensor:
+        """The rows of all experts, `(rows, d)`, in the order of the classes if no two experts share a class."""
+        return rows if self.permutation is None else rows.index_select(0, self.permutation)
+
     def combine_rows(self, cosines: Tensor, expert: str) -> Tensor:
         """
-        One expert's cosines with the rows of all experts, `(batch, rows)` → with all classes, `(batch, C)`: its own
-        row for a class that it has, otherwise the best over the experts that have the class.
+        One expert's cosines with all rows as `order_rows` orders them, `(batch, rows)` → with all classes,
+        `(batch, C)`: its own row for a class that it has, otherwise the best over the experts that have the class.
         """
         if self.permutation is not None:
-            return cosines.index_select(1, self.permutation)
+            return cosines
         row_class = self.row_class.expand(cosines.shape[0], -1)
         best = cosines.new_full((cosines.shape[0], len(self.classes)), -2.0)  # below every cosine
         best = best.scatter_reduce(1, row_class, cosines, reduce="amax")

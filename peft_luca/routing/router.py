@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -64,6 +64,12 @@ class Experts(Protocol):
 
     def scores(self, features: Tensor) -> Tensor:
         """[CLS] `(batch, d)` → scores of all classes under every expert, `(batch, experts, C)`."""
+
+    def score_parts(self, features: Tensor, size: int) -> Iterator[Tensor]:
+        """The same of `size` experts at a time, `(batch, size, C)`."""
+
+    def mixed_logits(self, features: Tensor, names: list[str]) -> Tensor:
+        """[CLS] `(batch, d)` and an expert for each image → its scores of all classes, `(batch, C)`."""
 
     def expert_logits(self, features: Tensor, name: str) -> Tensor:
         """[CLS] `(batch, d)` → one expert's logits of its own classes, `(batch, K)`: its scale times cosines."""

@@ -16,6 +16,8 @@ from .router import MEMORY_BUDGET, Experts, Router, RouterOptions, RoutingOutput
 
 # A class that the oracle's expert does not have scores this much below the lowest of the classes that it has.
 OTHER_CLASSES_MARGIN = 10.0
+# So many scores stay in the cache of a processor. With more at a time, all that is done with them takes much longer.
+CACHE = 2**20
 
 
 def entropy(scores: Tensor, temperature: float = 1.0) -> Tensor:
@@ -56,11 +58,12 @@ class ScoreRouter(Router):
         scores = experts.scores(features)  # (batch, experts, C)
         costs = self.cost(scores)
         if self.options.routing_scope == "sample":
-            chosen = choose(costs, scores, experts.by_name)
+            chosen = choose(costs, lambda: margins(scores), experts.by_name)
         else:
-            chosen = choose(costs.mean(dim=0, keepdim=True), scores.mean(dim=0, keepdim=True), experts.by_name)
+            mean = scores.mean(dim=0, keepdim=True)
+            chosen = choose(costs.mean(dim=0, keepdim=True), lambda: margins(mean), experts.by_name)
             chosen = chosen.expand(features.shape[0])
-        return answer(scores, chosen, self.options, self.entropies(scores, costs))
+        return answer(of_expert(scores, chosen), chosen, self.options, self.entropies(scores, costs))
 
     def entropies(self, scores: Tensor, costs: Tensor) -> Tensor:
         """Entropy of every expert, `(batch, experts)`, from the scores, or from the costs where they are that."""
@@ -70,7 +73,33 @@ class ScoreRouter(Router):
         return None if self.options.routing_scope == "batch" else super().batch_limit(experts)
 
 
-class EntropyRouter(ScoreRouter):
+class ExpertwiseRouter(ScoreRouter):
+    """The cost of an expert depends on that expert's scores alone, so that a few experts can be asked at a time."""
+
+    def route(self, features: Tensor, experts: Experts) -> RoutingOutput:
+        # A graph that is compiled or exported holds for every batch size.
+        if torch.compiler.is_compiling() or self.options.routing_scope == "batch":
+            return super().route(features, experts)
+        size = max(1, CACHE // max(1, len(features) * len(experts.label_space.classes)))
+        if size >= len(experts.names):
+            return super().route(features, experts)
+        costs, entropies = [], []
+        for scores in experts.score_parts(features, size):
+            costs.append(self.cost(scores))
+            entropies.append(self.entropies(scores, costs[-1]))
+
+        def all_margins() -> Tensor:
+            return torch.cat([margins(scores) for scores in experts.score_parts(features, size)], dim=1)
+
+        chosen = choose(torch.cat(costs, dim=1), all_margins, experts.by_name)
+        logits = experts.mixed_logits(features, [experts.names[i] for i in chosen.tolist()])
+        return answer(logits, chosen, self.options, torch.cat(entropies, dim=1))
+
+    def batch_limit(self, experts: Experts) -> int | None:
+        return None if self.options.routing_scope == "batch" else max(1, CACHE // experts.label_space.rows)
+
+
+class EntropyRouter(ExpertwiseRouter):
     """The expert with the lowest entropy answers: the paper's router, for each image by itself."""
 
     name: ClassVar[str | None] = "entropy"
@@ -82,7 +111,7 @@ class EntropyRouter(ScoreRouter):
         return costs if self.options.temperature == 1 else entropy(scores)
 
 
-class EnergyRouter(ScoreRouter):
+class EnergyRouter(ExpertwiseRouter):
     """
     The expert with the lowest free energy -τ·log Σ exp(score/τ) answers. It grows with the expert's scale σ
     (https://arxiv.org/abs/2010.03759).
@@ -192,31 +221,39 @@ class OracleRouter(Router):
         lowest = scores.masked_fill(~own, torch.inf).amin(dim=-1, keepdim=True)  # (batch, experts, 1)
         scores_of_own = torch.where(own, scores, lowest - OTHER_CLASSES_MARGIN)
         expert = expert.to(scores.device, torch.int64)
-        return answer(scores_of_own, expert, self.options, entropy(scores))
+        return answer(of_expert(scores_of_own, expert), expert, self.options, entropy(scores))
 
     def batch_limit(self, experts: Experts) -> int | None:
         return None
 
 
-def answer(scores: Tensor, chosen: Tensor, options: Any, entropies: Tensor) -> RoutingOutput:
-    """Scores `(batch, experts, C)`, chosen experts `(batch,)` and entropies `(batch, experts)` → the answer."""
-    logits = scores.gather(1, chosen[:, None, None].expand(-1, 1, scores.shape[2]))[:, 0]  # (batch, C)
+def of_expert(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Scores `(batch, experts, C)` and chosen experts `(batch,)` → scores of the chosen, `(batch, C)`."""
+    return scores.gather(1, chosen[:, None, None].expand(-1, 1, scores.shape[2]))[:, 0]
+
+
+def answer(logits: Tensor, chosen: Tensor, options: Any, entropies: Tensor) -> RoutingOutput:
+    """Logits `(batch, C)` of the chosen experts `(batch,)`, and entropies `(batch, experts)` → the answer."""
     confidence = torch.softmax(_float32(logits) / getattr(options, "temperature", 1.0), dim=-1).amax(dim=-1)
     unknown = ~(confidence >= options.unknown_below)  # not `<`: a confidence that is NaN is unknown
     own = entropies.gather(1, chosen[:, None])[:, 0]
     return RoutingOutput(logits, chosen, own, entropies, confidence, unknown, known=confidence)
 
 
-def choose(costs: Tensor, scores: Tensor, by_name: Tensor) -> Tensor:
+def margins(scores: Tensor) -> Tensor:
+    """How far the two best classes are apart, `(batch, experts, C)` → `(batch, experts)`."""
+    best = scores.topk(min(2, scores.shape[2]), dim=2).values
+    return best[..., 0] - best[..., 1] if scores.shape[2] > 1 else best[..., 0]
+
+
+def choose(costs: Tensor, margins: Callable[[], Tensor], by_name: Tensor) -> Tensor:
     """
-    Costs (batch, experts) and scores (batch, experts, C) → the expert with the lowest cost (batch,). Of equal costs,
-    the expert whose two best classes are further apart; of those, the first by name, never by the order of loading.
+    Costs (batch, experts) and margins, alike → the expert with the lowest cost (batch,). Of equal costs, the expert
+    of the largest margin; of those, the first by name, never by the order of loading.
     """
     ordered = costs.index_select(1, by_name)
     tied = ordered == ordered.amin(dim=1, keepdim=True)
     # The margins of all experts cost about as much as their entropies. A compiled graph cannot look at the values.
     if not torch.compiler.is_compiling() and not bool((tied.sum(dim=1) > 1).any()):
         return by_name[ordered.argmin(dim=1)]
-    best = scores.index_select(1, by_name).topk(min(2, scores.shape[2]), dim=2).values
-    margins = best[..., 0] - best[..., 1] if scores.shape[2] > 1 else best[..., 0]
-    return by_name[margins.masked_fill(~tied, -torch.inf).argmax(dim=1)]
+    return by_name[margins().index_select(1, by_name).masked_fill(~tied, -torch.inf).argmax(dim=1)]

@@ -101,6 +101,10 @@ class ContinualTrainingArguments(TrainingArguments):
     dataloader_pin_memory: bool = field(
         default_factory=torch.accelerator.is_available, metadata={"help": "Pin memory, where there is an accelerator."}
     )
+    dataloader_num_workers: int = field(
+        default_factory=lambda: min(8, (os.cpu_count() or 1) - 1) if torch.accelerator.is_available() else 0,
+        metadata={"help": "Processes that read images: 0 without an accelerator, else one less than cores, up to 8."},
+    )
     save_strategy: str = _field("no", "Checkpoints within a task.")
     remove_unused_columns: bool = _field(False, "The collator takes what it needs.")
 
@@ -140,6 +144,9 @@ class ContinualTrainingArguments(TrainingArguments):
         self.output_dir = os.path.abspath(os.path.expanduser(self.output_dir or "trainer_output"))
         if self.features_cache_dir is not None:
             self.features_cache_dir = os.path.abspath(os.path.expanduser(self.features_cache_dir))
+        for kind in ("deepspeed", "fsdp"):
+            asked = getattr(self, kind) or os.environ.get(f"ACCELERATE_USE_{kind.upper()}", "false") != "false"
+            _check(self, kind, not asked, "left out: the backbone is frozen, and an expert is small. Use --multi_gpu")
         super().__post_init__()
         for name in ContinualTrainingArguments.__annotations__:
             if choices := self.__dataclass_fields__[name].metadata.get("choices"):

@@ -206,6 +206,7 @@ class RunFolder:
 
     def finish(self, results: dict[str, Any]) -> None:
         """Writes what is true after a change, which is done then."""
+        PartialState().wait_for_everyone()  # the others have read the journal
         if self.is_writer:
             with explain_write_errors(self.path / RESULTS_NAME):
                 self._write(results)

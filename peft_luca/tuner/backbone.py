@@ -235,7 +235,12 @@ def is_identity(mean: Tensor, std: Tensor) -> bool:
 
 
 def check_backbone(
-    model: nn.Module, head: Head, config: LucaConfig, adapter_name: str, state_dict: Mapping[str, Tensor]
+    model: nn.Module,
+    head: Head,
+    config: LucaConfig,
+    adapter_name: str,
+    state_dict: Mapping[str, Tensor],
+    facts: Callable[[nn.Module, str], BackboneFacts] = BackboneFacts.of,
 ) -> None:
     """
     Compare the backbone with the one on which an expert was trained, before anything is changed: by fingerprint and
@@ -243,7 +248,7 @@ def check_backbone(
     """
     if config.allow_mismatch or config.fingerprint is None:
         return
-    backbone = BackboneFacts.of(model, head.name)
+    backbone = facts(model, head.name)
     if backbone.fingerprint is None:
         return
     settings, saved = config.backbone_settings, _reference_among(state_dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any
 
-from peft import PeftConfig
+from peft import PeftConfig, load_peft_weights
 from peft.utils import PeftType
 from PIL import ImageColor
 
@@ -112,6 +112,7 @@ class LucaConfig(PeftConfig):
         self.peft_type = PeftType["LUCA"]
         self.read_with = READ_WITH
         self.filled: set[str] = set()  # fields that were left at None and have been filled
+        self.weights_follow = False  # PEFT's load_adapter adds the expert, then its weights
         if self.task_type is not None:
             raise ValueError(
                 f"task_type is {self.task_type!r}, but LucaConfig needs task_type=None: PEFT's types would move the "
@@ -145,6 +146,15 @@ class LucaConfig(PeftConfig):
             self.whitening = False  # a file of a trained expert that does not name it is older than whitening
         if self.classes is not None:
             self.classes = check_classes(self.classes)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> LucaConfig:
+        """As [`~peft.PeftConfig.from_pretrained`]. For PEFT's `load_adapter` the weights must be readable as well."""
+        config: LucaConfig = super().from_pretrained(*args, **kwargs)
+        if "ephemeral_gpu_offload" in kwargs:  # of load_adapter, which would read the weights too late
+            load_peft_weights(args[0], "cpu", **cls._split_kwargs(kwargs)[0])
+            config.weights_follow = True
+        return config
 
     def resolve(self, defaults: dict[str, Any] | None = None) -> LucaConfig:
         """Fill the fields left at None from `defaults` ([`OWN_RECIPE`] when not given), in place."""

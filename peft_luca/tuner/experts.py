@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -108,14 +108,15 @@ class ExpertStore(nn.Module, BaseTunerLayer):
 
     @torch.no_grad()
     def load_expert(self, adapter_name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copies an expert's tensors, named as in [`~LucaLayer.add_expert`], and freezes it."""
+        """Takes an expert's tensors, named as in [`~LucaLayer.add_expert`], and freezes it."""
         for key, tensor in tensors.items():
             container, _, inner = key.partition(".")
             entry = getattr(self, container)[adapter_name]
             target = getattr(entry, inner) if inner else entry
             if target.dtype in (torch.float16, torch.bfloat16):
                 target.data = target.data.float()  # PEFT keeps adapters of a half-precision model in float32
-            target.requires_grad_(False).copy_(tensor)
+            target.requires_grad_(False)
+            target.data = tensor.to(target)  # no copy, where nothing changes: ten thousand experts fill the memory
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
@@ -156,6 +157,14 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         """The parameters of an expert's LuCA module, by their names within the layer."""
         found = {key: t for key, t in self.tensors(adapter_name).items() if isinstance(t, nn.Parameter)}
         return {key: parameter for key, parameter in found.items() if key.split(".")[0] in self.module_names}
+
+
+def named_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """As `model.named_modules()`, without what is in a layer of experts: of those there may be a thousand."""
+    yield name, model
+    if not isinstance(model, ExpertStore):
+        for child_name, child in model.named_children():
+            yield from named_modules(child, f"{name}.{child_name}" if name else child_name)
 
 
 def _xavier(linear: nn.Linear) -> nn.Linear:

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 
 from ..utils import NAME_RULE
 from .config import LucaConfig
+from .experts import named_modules
 from .layer import LucaLayer, luca_layers
 
 
@@ -43,7 +44,7 @@ def find_head(model: Any, config: LucaConfig) -> Head:
     model_config: Any = getattr(model, "config", None)
     model_type = getattr(model_config, "model_type", None)
     targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
-    modules = {name: module for name, module in model.named_modules() if ".base_layer" not in name}
+    modules = {name: module for name, module in named_modules(model) if ".base_layer" not in name}
     if targets:
         matches = [name for name in modules if any(name == end or name.endswith(f".{end}") for end in targets)]
     elif model_type == "timm_wrapper":
@@ -112,8 +113,8 @@ def check_expert_name(name: str, model: nn.Module, head_name: str = "") -> None:
     Refuses an expert's name that no module or folder can have, or with which PEFT loses tensors when it saves: PEFT
     tells experts apart by the parts of a tensor's name, so no part may be an expert's name. Bare numbers are allowed.
     """
-    inside = tuple(f"{key}." for key, module in model.named_modules() if isinstance(module, BaseTunerLayer))
-    parts = {part for key, _ in model.named_modules() if not key.startswith(inside) for part in key.split(".")}
+    inside = tuple(f"{key}." for key, module in named_modules(model) if isinstance(module, BaseTunerLayer))
+    parts = {part for key, _ in named_modules(model) if not key.startswith(inside) for part in key.split(".")}
     reserved = {"base_model", "model", "base_layer", "weight", "bias", *head_name.split(".")}
     reserved |= {part for part in parts if not part.isdecimal()}
     containers = (nn.ModuleDict(), nn.ParameterDict(), BufferDict())

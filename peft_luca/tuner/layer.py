@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..routing import LabelSpace, Router, RoutingOutput, make_router
 from ..routing.score_routers import OracleRouter
 from ..routing.statistics import ClassStatistics, unit_features
 from ..utils import pluralize
-from .experts import ExpertStore, NewExpert
+from .experts import ExpertStore, NewExpert, named_modules
 
 
 _PREPARING = threading.RLock()
@@ -53,6 +53,12 @@ class LucaExperts:
 
     def scores(self, features: Tensor) -> Tensor:
         return self.layer.scores(features)
+
+    def score_parts(self, features: Tensor, size: int) -> Iterator[Tensor]:
+        return self.layer.score_parts(features, self.names, size)
+
+    def mixed_logits(self, features: Tensor, names: list[str]) -> Tensor:
+        return self.layer.mixed_logits(features, names)
 
     def expert_logits(self, features: Tensor, name: str) -> Tensor:
         return self.layer.expert_logits(features, name)
@@ -133,9 +139,10 @@ class LucaLayer(ExpertStore):
                 f"{len(adapter_names)} and {len(z)} respectively."
             )
         logits: dict[int, Tensor] = {}
+        rows = self._unit_rows()
         for name in dict.fromkeys(adapter_names):
             images = [i for i, other in enumerate(adapter_names) if other == name]
-            logits.update(zip(images, self.scores(z[images], [name])[:, 0], strict=True))
+            logits.update(zip(images, self._scores_of(z[images], name, rows), strict=True))
         return torch.stack([logits[i] for i in range(len(z))])
 
     def standardize(self, z: Tensor, adapter_name: str) -> Tensor:
@@ -186,14 +193,25 @@ class LucaLayer(ExpertStore):
         Scores of all C classes under each expert, or each of `adapter_names`, `(batch, d)` → `(batch, experts, C)`:
         σ_t · cos(LuCA_t(z), row of c). If the expert lacks the class, the best row of the experts that have it counts.
         """
-        space = self.label_space
-        rows = torch.cat([F.normalize(self.luca_class_rows[name], dim=-1) for name in self.configs])  # (rows, d)
+        names = adapter_names or list(self.configs)
+        return next(self.score_parts(z, names, len(names)))
 
-        def scores_of(name: str) -> Tensor:
-            features = F.normalize(self.luca(z, name), dim=-1)
-            return self.scale(name) * space.combine_rows(F.linear(features, rows.to(features.dtype)), name)
+    def score_parts(self, z: Tensor, adapter_names: list[str], size: int) -> Iterator[Tensor]:
+        """The scores of `size` experts at a time, `(batch, size, C)`."""
+        rows = self._unit_rows()
+        for i in range(0, len(adapter_names), size):
+            yield torch.stack([self._scores_of(z, name, rows) for name in adapter_names[i : i + size]], dim=1)
 
-        return torch.stack([scores_of(name) for name in adapter_names or self.configs], dim=1)
+    def _unit_rows(self) -> Tensor:
+        """The rows of all experts, each of length 1, in the order of [`LabelSpace`], `(rows, d)`."""
+        rows = torch.cat([F.normalize(self.luca_class_rows[name], dim=-1) for name in self.configs])
+        return self.label_space.order_rows(rows)
+
+    def _scores_of(self, z: Tensor, adapter_name: str, rows: Tensor) -> Tensor:
+        """Scores of all classes under one expert, `(batch, C)`."""
+        features = F.normalize(self.luca(z, adapter_name), dim=-1)
+        cosines = F.linear(features, rows.to(features.dtype))
+        return self.scale(adapter_name) * self.label_space.combine_rows(cosines, adapter_name)
 
     def route_features(self, z: Tensor, expert: Tensor | None = None, router: Router | None = None) -> RoutingOutput:
         """See [`LucaModel.route_features`]. `router` is used in place of the one that is set."""
@@ -271,7 +289,7 @@ def cls_of(x: Tensor, width: int, input_width: int) -> Tensor:
 
 
 def luca_layers(model: nn.Module) -> list[LucaLayer]:
-    return [module for module in model.modules() if isinstance(module, LucaLayer)]
+    return [module for _, module in named_modules(model) if isinstance(module, LucaLayer)]
 
 
 def image_options(model: nn.Module) -> dict[str, Any]:
@@ -282,7 +300,7 @@ def image_options(model: nn.Module) -> dict[str, Any]:
 
 def find_layer(model: nn.Module) -> tuple[str, LucaLayer]:
     """Name and module of the LuCA layer within a model, wrapped in a PeftModel or not."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if isinstance(module, LucaLayer):
             return name, module
     raise ValueError(f"this {type(model).__name__} has no LuCA experts: add them with get_peft_model or load_experts.")

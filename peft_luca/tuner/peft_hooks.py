@@ -43,9 +43,9 @@ class PeftHooks(BaseTuner):
             backbone = BackboneFacts.of(model, head.name)
             config.fingerprint, config.backbone_settings = backbone.fingerprint, backbone.settings
         self._just_added.add(adapter_name)
-        self._unloaded.discard(adapter_name)
-        if config.inference_mode:
+        if config.inference_mode or config.weights_follow:
             self._unloaded.add(adapter_name)
+        config.weights_follow = False
         # PEFT sets the active adapter again at the end; adding an expert must not switch the router off.
         router = next((layer.router for layer in luca_layers(model)), None)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -53,9 +53,8 @@ class PeftHooks(BaseTuner):
         # As train() keeps it: dropout in the trunk would move [CLS], and the reference with it.
         self.model.eval()
         self.layer.train(self.training)
-        own = f"{head.name}.{self.prefix}"
         for name, parameter in self.model.named_parameters():
-            if not name.startswith(own):  # PEFT leaves other adapters in the backbone trainable
+            if not name.startswith(f"{head.name}.{self.prefix}"):  # PEFT leaves adapters in the backbone trainable
                 parameter.requires_grad = False
         self.sync_labels()
 
@@ -165,9 +164,7 @@ def check_weights(model: nn.Module, config: Any, name: str, remapped: dict[str, 
     check_backbone(base, find_head(base, config), config, name, state_dict)
     check_same_reference(layer, name, state_dict)
     found = {key: (tensor, remapped.get(f"{path}.{key}")) for key, tensor in layer.tensors(name).items()}
-    wrong = [
-        key for key, (own, new) in found.items() if new is None or own.shape != new.shape or not new.isfinite().all()
-    ]
+    wrong = [k for k, (own, new) in found.items() if new is None or own.shape != new.shape or not new.isfinite().all()]
     if wrong:
         reason = f"in the file of expert {name!r} these are missing, of another shape or not finite: {sorted(wrong)}"
         raise ValueError(f"{reason}. Nothing of it was loaded.")

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 from importlib.metadata import distributions
 from types import SimpleNamespace
 
@@ -88,6 +89,17 @@ def test_one_pass_per_image_in_the_order_of_the_dataset(workers):
     assert torch.equal(features.labels, torch.arange(6).repeat_interleave(3))
     pixels = make_processor()(images=dataset["image"][:], return_tensors="pt")["pixel_values"]
     assert torch.equal(features.features, Backbone()(pixels))
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.0, True), (60.0, False)])
+def test_images_that_are_read_too_slowly_are_told_of(seconds, said, monkeypatch):
+    lines = []
+    monkeypatch.setattr(feature_cache, "SLOW", seconds)
+    monkeypatch.setattr(feature_cache.logger, "warning", lines.append)
+    extractor()(colors())  # the backbone does next to nothing
+    assert bool(lines) == said
+    if said:
+        assert re.match(r"Reading the images took \d+% of the time for \[CLS\]: set dataloader_num_workers", lines[0])
 
 
 def test_a_finished_file_is_not_computed_again(tmp_path):

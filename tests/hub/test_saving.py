@@ -436,8 +436,35 @@ def test_an_expert_that_the_router_cannot_use_is_refused_and_the_model_answers_a
     assert list(load_expert(model, tmp_path / "new", statistics=False).experts) == [*TWO, "new"]
 
 
+@pytest.mark.parametrize("is_trainable", [False, True])
+@pytest.mark.parametrize("content", [None, b"garbage"])
+def test_without_weights_that_can_be_read_peft_adds_no_expert(tmp_path, content, is_trainable):
+    save_expert(make_model({"new": ["q", "r"]}), "new", tmp_path / "sub" / "new")
+    path = tmp_path / "sub" / "new" / WEIGHTS
+    path.unlink() if content is None else path.write_bytes(content)
+    model, message = make_model(TWO), "Repo id must" if content is None else "deserializing header"
+
+    def load(model, folder, **options):
+        model.load_adapter(str(folder), "new", is_trainable=is_trainable, **options)
+
+    assert_refused(lambda model: load(model, path.parent), message, Exception, [model])
+    assert_refused(lambda model: load(model, tmp_path / "sub", subfolder="new"), message, Exception, [model])
+    assert list(model.experts) == list(model.peft_config) == list(TWO)
+    save_expert(make_model({"new": ["q", "r"]}, seed=1), "new", path.parent)
+    load(model, tmp_path / "sub", subfolder="new")
+    assert list(model.experts) == [*TWO, "new"]
+
+
+def test_a_config_can_be_read_without_weights(tmp_path):
+    LucaConfig(classes=["q"]).save_pretrained(tmp_path)
+    model = make_model(TWO)
+    model.add_adapter("new", LucaConfig.from_pretrained(str(tmp_path)))
+    assert list(model.experts) == [*TWO, "new"]
+
+
+@pytest.mark.parametrize("is_trainable", [False, True])
 @pytest.mark.parametrize("spoil", ["missing", "shape", "nan"])
-def test_what_peft_is_refused_leaves_the_model_as_it_was(tmp_path, spoil):
+def test_what_peft_is_refused_leaves_the_model_as_it_was(tmp_path, spoil, is_trainable):
     """PEFT adds an expert of random numbers before it looks at the file."""
     good = tmp_path / "good"
     for folder in (tmp_path, good):
@@ -450,7 +477,8 @@ def test_what_peft_is_refused_leaves_the_model_as_it_was(tmp_path, spoil):
     model = make_model(TWO)
     model.set_router("entropy")
     message = r"in the file of expert 'new' these are missing, .*: \['luca_class_rows.new'\]"
-    assert_refused(lambda model: model.load_adapter(str(tmp_path), "new"), message, models=[model])
+    options = {"is_trainable": is_trainable}
+    assert_refused(lambda model: model.load_adapter(str(tmp_path), "new", **options), message, models=[model])
     assert list(model.experts) == list(TWO)
     model.load_adapter(str(good), "new")  # an expert that is there is not removed
     before = expert_tensors(model, "new")

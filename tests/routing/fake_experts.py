@@ -76,9 +76,16 @@ class FakeExperts:
         return normalize(features @ self.modules[name], dim=1)
 
     def scores(self, features):
-        rows = torch.cat([self.rows[name] for name in self.names])
+        rows = self.label_space.order_rows(torch.cat([self.rows[name] for name in self.names]))
         cosines = [(name, self.adapted(features, name) @ rows.T) for name in self.names]
         return torch.stack([self.sigma * self.label_space.combine_rows(c, name) for name, c in cosines], dim=1)
+
+    def score_parts(self, features, size):
+        yield from self.scores(features).split(size, dim=1)
+
+    def mixed_logits(self, features, names):
+        chosen = torch.tensor([self.names.index(name) for name in names])
+        return self.scores(features)[torch.arange(len(features)), chosen]
 
     def expert_logits(self, features, name):
         return self.sigma * self.adapted(features, name) @ self.rows[name].T

@@ -214,12 +214,15 @@ def test_a_router_of_ones_own_is_a_subclass_without_a_name():
 def test_large_batches_are_cut_by_what_a_router_holds(monkeypatch):
     monkeypatch.setattr("peft_luca.routing.router.MEMORY_BUDGET", 5 * 3 * 7)
     monkeypatch.setattr("peft_luca.routing.score_routers.MEMORY_BUDGET", 5 * (3 + 7))
+    monkeypatch.setattr("peft_luca.routing.score_routers.CACHE", 5 * 7)
     monkeypatch.setattr("peft_luca.routing.statistics_routers.MEMORY_BUDGET", 5 * (3 + 7))
     experts = FakeExperts(THREE)  # 3 experts, 7 rows, 6 classes
     many = FakeExperts({f"t{i}": [f"c{i}"] for i in range(60)}, random_features=None)
     for name in ASKED:
         assert make_router(name).batch_limit(experts) == (3 if name == "nearest" else 5)
         assert make_router(name).batch_limit(many) == 1
+    function = make_router(lambda scores: -scores.amax(dim=-1))  # it may compare the experts: it gets all their scores
+    assert function.batch_limit(experts) == 5
     for whole in (make_router("oracle"), make_router("entropy", routing_scope="batch")):
         assert whole.batch_limit(experts) is None
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from fake_experts import THREE, FakeExperts, images_of, turned, without
 
-from peft_luca.routing import make_router
-from peft_luca.routing.score_routers import OTHER_CLASSES_MARGIN, choose, entropy
+from peft_luca.routing import make_router, score_routers
+from peft_luca.routing.score_routers import OTHER_CLASSES_MARGIN, choose, entropy, margins
 
 
 Z = images_of("cat", "sun", "oak", "owl")
@@ -60,13 +60,13 @@ def test_of_equal_costs_the_larger_margin_and_then_the_name_decides():
     by_name = torch.tensor([2, 0, 3, 1])
 
     def chosen(*costs):
-        return choose(torch.tensor([costs]), scores, by_name).item()
+        return choose(torch.tensor([costs]), lambda: margins(scores), by_name).item()
 
     assert chosen(0.5, 0.4, 0.5, 0.5) == 1  # no tie
     assert chosen(0.1, 0.1, 0.1, 0.5) == 2  # the margins of 0 and 2 are equal: by name
     assert chosen(0.1, 0.1, 0.1, 0.1) == 3  # the largest margin
     assert chosen(0.1, 0.1, 0.5, 0.5) == 0  # by margin, not by name or score
-    one_class = choose(torch.zeros(1, 4), scores[:, :, :1], by_name)
+    one_class = choose(torch.zeros(1, 4), lambda: margins(scores[:, :, :1]), by_name)
     assert one_class.item() == 3  # of one class alone, the highest score
 
 
@@ -91,8 +91,27 @@ def test_a_compiled_graph_breaks_ties_alike():
     experts = FakeExperts(THREE, sigma=1e6)
     costs, scores = entropy(experts.scores(Z)), experts.scores(Z)
     costs[::3, 1] += 1
-    compiled = torch.compile(choose, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(costs, scores, experts.by_name), choose(costs, scores, experts.by_name))
+
+    def chosen(costs, scores):
+        return choose(costs, lambda: margins(scores), experts.by_name)
+
+    compiled = torch.compile(chosen, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(costs, scores), chosen(costs, scores))
+
+
+@pytest.mark.parametrize("sigma", [10.0, 1e6], ids=["usual", "ties"])
+@pytest.mark.parametrize("name", ["entropy", "energy"])
+def test_experts_asked_in_parts_answer_as_all_at_once(name, sigma, monkeypatch):
+    experts, router = FakeExperts(THREE, sigma=sigma), make_router(name)
+    whole = router.route(Z, experts)
+    sizes = []
+    experts.score_parts = lambda z, size: sizes.append(size) or FakeExperts.score_parts(experts, z, size)
+    for at_a_time in (1, 2):
+        monkeypatch.setattr(score_routers, "CACHE", at_a_time * len(Z) * len(experts.label_space.classes))
+        for one, other in zip(router.route(Z, experts), whole, strict=True):
+            assert torch.equal(one, other)
+    assert set(sizes) == {1, 2}
+    assert router.batch_limit(experts) == len(Z) * 2 * len(experts.label_space.classes) // experts.label_space.rows
 
 
 # ---- each class by its own expert --------------------------------------------------------------------------------

@@ -96,6 +96,8 @@ def test_augmented_views_switch_the_augmentation_on(out):
             {"push_to_hub": True, "hub_strategy": "checkpoint"},
             "hub_strategy must be one of 'every_save', 'end': .* got 'checkpoint'",
         ),
+        ({"fsdp": True}, "fsdp must be left out: the backbone is frozen"),
+        ({"deepspeed": "config.json"}, "deepspeed must be left out: .* Use --multi_gpu, got 'config.json'"),
         ({"router": "guess"}, "there is no router 'guess'"),
         ({"router": "margin"}, "the router 'margin' was removed"),
         ({"router": "oracle"}, "router must be another: .* the expert of each image, got 'oracle'"),
@@ -109,3 +111,18 @@ def test_wrong_arguments(out, values, message):
     with pytest.raises(ValueError, match=message):
         ContinualTrainingArguments(str(out), use_cpu=True, **values)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_what_the_launcher_asks_for_is_refused_by_name(out, kind, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    with pytest.raises(ValueError, match=f"{kind.lower()} must be left out"):
+        ContinualTrainingArguments(str(out), use_cpu=True)
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(4, 3), (64, 8), (1, 0)])
+def test_images_are_read_by_workers_where_there_is_an_accelerator(out, cores, workers, monkeypatch):
+    assert ContinualTrainingArguments(str(out), use_cpu=True).dataloader_num_workers == 0
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert ContinualTrainingArguments(str(out), use_cpu=True).dataloader_num_workers == workers

@@ -40,6 +40,7 @@ from transformers import TrainerCallback
 from peft_luca import LucaConfig, TaskStream, load_experts, save_expert, save_experts
 from peft_luca import utils as package_utils
 from peft_luca.data import feature_cache
+from peft_luca.training import run_folder
 from peft_luca.training.run_folder import JOURNAL_NAME, MATRIX_NAME, RunFolder
 from peft_luca.utils import LOCK_NAME
 
@@ -734,9 +735,24 @@ def test_leftovers_of_a_killed_run_are_removed_and_other_files_kept(out, cache):
     assert sorted(path.name for path in out.iterdir() if path.name.startswith(".")) == [".keep"]
 
 
-def kill(folder, kills, seed):
+def test_the_writer_waits_until_all_processes_have_read_the_journal(cache, tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path / "out", make_stream(FOUR, names=FOUR), **cache)
+    trainer.train()
+    seen = []
+
+    class Others:
+        def wait_for_everyone(self):
+            seen.append(trainer.folder.pending())
+
+    monkeypatch.setattr(run_folder, "PartialState", Others)
+    trainer.delete_adapter("task_1")
+    assert seen[-2:] == ["task_1", "task_1"]  # once it is written, and before it is removed
+    assert trainer.folder.pending() is None
+
+
+def kill(folder, *arguments):
     """`kills.py` in a process of its own, which can fork safely."""
-    command = [sys.executable, str(Path(__file__).parent / "kills.py"), str(folder), str(kills), str(seed)]
+    command = [sys.executable, str(Path(__file__).parent / "kills.py"), str(folder), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "hub", TESTS.parent)))}
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -744,18 +760,20 @@ def kill(folder, kills, seed):
 
 
 def test_six_kills(tmp_path):
-    report = kill(tmp_path, 6, seed=1)
+    report = kill(tmp_path, 6, 1)
     assert sum(report["killed"].values()) == 6
     assert report["runs"] >= 1
     assert (report["failed"], report["differing"]) == (0, 0), report
 
 
 @pytest.mark.slow
-def test_three_hundred_kills(tmp_path, record_property):
-    report = kill(tmp_path, 300, seed=2)
+@pytest.mark.parametrize(("processes", "kills"), [(1, 300), (2, 100)])
+def test_hundreds_of_kills(tmp_path, record_property, processes, kills):
+    report = kill(tmp_path, kills, 2, "--processes", processes)
     record_property("kills", report)
-    assert sum(report["killed"].values()) == 300
+    assert sum(report["killed"].values()) == kills
     assert all(report["killed"].values()), report  # in every phase
+    assert all(report.get("processes", {"": 1}).values()), report
     assert (report["failed"], report["differing"]) == (0, 0), report
 
 

@@ -228,11 +228,11 @@ def test_a_large_batch_is_split_within_the_memory_budget(monkeypatch):
     model, z = make_model({"s": ["a", "b"], "t": ["c", "d", "e"]}), vectors(10)
     layer = model.base_model.layer
     model.set_router("entropy")
-    whole, real, sizes = model.route_features(z), layer.scores, []
-    monkeypatch.setattr("peft_luca.routing.router.MEMORY_BUDGET", 3 * 2 * 5)  # 3 images, 2 experts, 5 classes
-    monkeypatch.setattr(layer, "scores", lambda part: sizes.append(len(part)) or real(part))
+    whole, real, sizes = model.route_features(z), layer.score_parts, []
+    monkeypatch.setattr("peft_luca.routing.score_routers.CACHE", 3 * 5)  # 3 images under one expert of 5 classes
+    monkeypatch.setattr(layer, "score_parts", lambda z, *args: sizes.append((len(z), args[1])) or real(z, *args))
     split = model.route_features(z)
-    assert sizes == [3, 3, 3, 1]
+    assert sizes == [(3, 1), (3, 1), (3, 1), (1, 2)]  # of the last image, both experts together
     assert torch.equal(split.expert, whole.expert)
     torch.testing.assert_close(split.logits, whole.logits)
 

@@ -72,6 +72,8 @@ def test_the_ways_from_pixels_to_logits_agree():
     expected = exact_scores(model, z)
     torch.testing.assert_close(model.scores(z).double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.scores(z, ["u"]), model.scores(z)[:, 1:])
+    parts = model.base_model.layer.score_parts(z, ["t", "u"], 1)
+    torch.testing.assert_close(torch.cat(list(parts), dim=1), model.scores(z))
     torch.testing.assert_close(model.expert_logits(z, "u").double(), expected[:, 1, [2, 3, 0]], rtol=1e-4, atol=1e-4)
     routed, again = model.route(x), model.route_features(z)
     for one, other in zip(routed, again, strict=True):

@@ -83,7 +83,7 @@ def test_a_refused_expert_leaves_the_model_as_it_was(folder, make, failure):
 @pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter:UserWarning")
 @pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
 def test_pefts_own_loading_wraps_the_base_before_it_reads_the_weights(folder, low_cpu_mem_usage):
-    """PEFT adds the expert first and asks the tuner about its weights afterwards: SECURITY.md says so."""
+    """PEFT makes the model first and asks the tuner about the weights afterwards: SECURITY.md says so."""
     base = make_vit()
     with pytest.raises(ValueError, match="was trained on the backbone"):
         PeftModel.from_pretrained(base, folder / "other", low_cpu_mem_usage=low_cpu_mem_usage)
