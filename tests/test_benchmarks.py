@@ -332,6 +332,7 @@ def test_growth_measures_every_stop(given, tmp_path):
         "parameters --images 1 --rounds 1",
         "overhead --images 60 --epochs 1 --rounds 1",
         "images --batch 2 --rounds 1",
+        "extraction --images 9 --rounds 1",
         "memory --images 1000 --classes 10 --width 48 --steps 3",
     ],
 )

@@ -6,6 +6,7 @@ What things cost, on backbones of random weights.
     python examples/benchmarks/cost.py parameters   # numbers to learn and one epoch, beside methods that move layers
     python examples/benchmarks/cost.py overhead     # ContinualTrainer beside a stock Trainer, on the same vectors
     python examples/benchmarks/cost.py memory       # learning from as many images as ImageNet has
+    python examples/benchmarks/cost.py extraction   # [CLS] by the processes that it is launched with
     python examples/benchmarks/cost.py images       # from JPEG bytes to pixel values, and [CLS] in half precision
 """
 
@@ -27,6 +28,8 @@ import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from harness import RESULTS, be_quiet, make_trainer, timed, write_results
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
@@ -42,7 +45,7 @@ from peft_luca import (
     load_expert,
     load_experts,
 )
-from peft_luca.data.feature_cache import PartialFeatures
+from peft_luca.data.feature_cache import FeatureExtractor, PartialFeatures
 from peft_luca.hub.saving import save_statistics
 from peft_luca.hub.validation import expert_digests
 from peft_luca.routing.statistics import ClassStatistics
@@ -493,6 +496,27 @@ def images(args: Any) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
+def extraction(args: Any) -> dict[str, Any]:
+    """[CLS] of images by the processes that this was launched with, one thread each, in seconds that pass."""
+    PartialState(cpu=not torch.accelerator.is_available())
+    torch.set_num_threads(1)
+    model: Any = get_peft_model(vit(), LucaConfig(classes=["a", "b"], reference=False))
+    extract = FeatureExtractor(model.pooled_features, ImageCollator(processor(224), "image"), 8, disable_tqdm=True)
+    with tempfile.TemporaryDirectory() as folder:
+        (place,) = broadcast_object_list([folder])  # of the first process, which writes
+        dataset = pictures(args.images, 10, side=224).rename_column("label", "labels")
+        times = []
+        for i in range(args.rounds + 1):
+            PartialState().wait_for_everyone()
+            started = time.perf_counter()
+            extract.writes = PartialState().is_main_process
+            extract(dataset, Path(place) / f"{i}.safetensors")
+            times.append(time.perf_counter() - started)
+        PartialState().wait_for_everyone()
+    return {"processes": PartialState().num_processes, "seconds": round(median(times[1:]), 2)}
+
+
 # Subcommand → what measures, its results file, and its arguments with their defaults.
 COMMANDS: dict[str, tuple[Callable[[Any], dict[str, Any]], str, dict[str, Any]]] = {
     "routing": (
@@ -509,6 +533,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], dict[str, Any]], str, dict[str, Any]]]
     "parameters": (parameters, "layerwise.json", {"images": 16, "rounds": 3}),
     "overhead": (overhead, "overhead.json", {"images": 2400, "epochs": 20, "rounds": 5}),
     "memory": (memory, "memory.json", {"images": 1_300_000, "classes": 1000, "width": 768, "steps": 2000}),
+    "extraction": (extraction, "extraction_1.json", {"images": 48, "rounds": 3}),
     "images": (images, "images_cost.json", {"batch": 32, "rounds": 7}),
 }  # fmt: skip
 
@@ -530,7 +555,9 @@ def main(given: list[str] | None = None) -> None:
     be_quiet()
     torch.manual_seed(0)
     settings = {name: value for name, value in vars(args).items() if name not in ("command", "output")}
-    write_results(args.output, **(settings | COMMANDS[args.command][0](args)))
+    found = COMMANDS[args.command][0](args)
+    if PartialState().is_main_process:
+        write_results(args.output, **settings, **found)
 
 
 if __name__ == "__main__":

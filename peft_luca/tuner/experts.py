@@ -115,7 +115,7 @@ class ExpertStore(nn.Module, BaseTunerLayer):
             target = getattr(entry, inner) if inner else entry
             if target.dtype in (torch.float16, torch.bfloat16):
                 target.data = target.data.float()  # PEFT keeps adapters of a half-precision model in float32
-            # No copy where nothing changes, and the whitening in float16 as it is: ten thousand experts fill the memory.
+            # No copy where nothing changes, and the whitening in its float16: ten thousand experts fill the memory.
             dtype = tensor.dtype if container == "luca_whitening" else target.dtype
             target.requires_grad_(False).data = tensor.to(target.device, dtype)
 
