@@ -105,6 +105,7 @@ class ContinualTrainingArguments(TrainingArguments):
         default_factory=lambda: min(8, (os.cpu_count() or 1) - 1) if torch.accelerator.is_available() else 0,
         metadata={"help": "Processes that read images: 0 without an accelerator, else one less than cores, up to 8."},
     )
+    ddp_find_unused_parameters: bool | None = _field(False, "Every parameter of an expert is used.")
     save_strategy: str = _field("no", "Checkpoints within a task.")
     remove_unused_columns: bool = _field(False, "The collator takes what it needs.")
 
