@@ -557,7 +557,7 @@ def main(given: list[str] | None = None) -> None:
     settings = {name: value for name, value in vars(args).items() if name not in ("command", "output")}
     found = COMMANDS[args.command][0](args)
     if PartialState().is_main_process:
-        write_results(args.output, **settings, **found)
+        write_results(args.output, **(settings | found))
 
 
 if __name__ == "__main__":
