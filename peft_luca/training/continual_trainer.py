@@ -287,7 +287,7 @@ class ContinualTrainer(ReportingTrainer):
 
     def features(self, task: Task, split: str) -> FeatureDataset:
         """[CLS] (images, d) of a task's `"train"` or `"test"` images, with the stream's global labels, from the cache.
-        With several processes all must call it."""
+        With several processes all must call it. A subclass may take it from elsewhere."""
         return self.task_features.get(task, split)
 
     def results(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class TaskFeatures:
 
     def get_own(self, task: Task, split: str) -> FeatureDataset:
         """The same, with the labels of the task's own expert, 0 … K-1."""
-        data = self.get(task, split)
+        data = self.trainer.features(task, split)  # which a subclass may define
         return FeatureDataset(data.features, torch.tensor(self._own_labels(task))[data.labels])
 
     def tests(self, names: Iterable[str]) -> dict[str, FeatureDataset]:
@@ -81,7 +81,7 @@ class TaskFeatures:
             images = f"none of the images of {missing[0]!r} can be read"
             raise ValueError(f"task {task.name!r}: {images}. Repair or remove them.")
         if task.test is not None:
-            self.get(task, "test")
+            self.trainer.features(task, "test")
 
     def skipped(self, task: Task) -> int:
         """How many images of a task were left out."""

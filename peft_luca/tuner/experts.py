@@ -115,8 +115,9 @@ class ExpertStore(nn.Module, BaseTunerLayer):
             target = getattr(entry, inner) if inner else entry
             if target.dtype in (torch.float16, torch.bfloat16):
                 target.data = target.data.float()  # PEFT keeps adapters of a half-precision model in float32
-            target.requires_grad_(False)
-            target.data = tensor.to(target)  # no copy, where nothing changes: ten thousand experts fill the memory
+            # No copy where nothing changes, and the whitening in float16 as it is: ten thousand experts fill the memory.
+            dtype = tensor.dtype if container == "luca_whitening" else target.dtype
+            target.requires_grad_(False).data = tensor.to(target.device, dtype)
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)

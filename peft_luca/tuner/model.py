@@ -65,7 +65,7 @@ class LucaModel(PeftHooks):
     ) -> None:
         """
         Adds a trained expert, frozen, without changing which expert or router is active. The caller has checked that
-        it fits. `tensors` are named as in its file, without the name of the head.
+        it fits. `tensors`, named as in its file without the name of the head, are taken over and not copied.
         """
         config.target_modules = list(self.targeted_module_names)
         self._unloaded.discard(name)

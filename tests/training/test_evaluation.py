@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import SIDE, D, make_model, make_trainer
+from helpers import SIDE, D, make_model, make_trainer, make_vit
 from torch._dynamo.testing import CompileCounter
 
-from peft_luca import FeatureDataset
+from peft_luca import ContinualTrainer, FeatureDataset
 from peft_luca.training import evaluation
 from peft_luca.training.batches import make_extractor
 from peft_luca.training.evaluation import measure_stage
@@ -98,3 +98,17 @@ def test_torch_compile_holds_for_the_extraction(tmp_path):
         graphs.append(counter.frame_count)
     assert graphs[0] > 0
     assert graphs[1] == graphs[3], graphs  # no size of a batch has a graph of its own
+
+
+def test_a_subclass_may_take_features_from_elsewhere(tmp_path):
+    class Given(ContinualTrainer):
+        def features(self, task, split):
+            generator = torch.Generator().manual_seed(len(task.name) + len(split))
+            labels = torch.tensor([self.stream.classes.index(name) for name in task.classes]).repeat(50)
+            return FeatureDataset(torch.randn(len(labels), D, generator=generator), labels)
+
+    plain = make_trainer(tmp_path / "plain")
+    trainer = Given(make_vit(), plain.args, plain.stream, plain.luca_config, plain.processing_class)
+    trainer.train_task(trainer.stream[0])
+    assert trainer.tuner.layer.statistics[trainer.stream[0].name].counts.tolist() == [50, 50]
+    assert torch.equal(trainer.task_features.tests(["task_0"])["task_0"].labels, torch.tensor([0, 1]).repeat(50))
