@@ -146,8 +146,10 @@ def _predict(args: Any) -> None:
     ]
     if args.dataset:
         images = load_splits(args.dataset, args.split)[0]
-    if bool(args.dataset) == bool(args.images) or not len(images):
-        raise ValueError(f"there are no images in {', '.join(args.images)}: name some, or one --dataset.")
+    if bool(args.dataset) == bool(args.images):
+        raise ValueError("name images, or a --dataset, one of both.")
+    if not len(images):
+        raise ValueError(f"there are no images in {args.dataset or ', '.join(args.images)}.")
     state, out = PartialState(), Path(args.out) if args.out else None
     if state.num_processes > 1:
         if out is None:
@@ -156,6 +158,8 @@ def _predict(args: Any) -> None:
     own, as_json = range(state.process_index, len(images), state.num_processes), args.json
     as_json |= out is not None and out.suffix in (".json", ".jsonl")
     done = _answered(out) if out and args.dataset and as_json else 0
+    if done > len(own):
+        raise ValueError(f"{out} has {done} answers, but there are {len(own)} images: name another file.")
     if done:
         sys.stderr.write(f"{out} has the answers for the first {done} of {len(own)} images; the others follow\n")
     model = _load(args)
@@ -346,7 +350,12 @@ def main(given: Sequence[str] | None = None) -> None:
         if given[:1] == ["train"]:
             _train(given[1:])
         else:
-            args = make_parser().parse_args(given)
+            parser = make_parser()
+            args, rest = parser.parse_known_args(given)
+            if rest and (args.verb != "predict" or any(argument.startswith("-") for argument in rest)):
+                parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            if rest:
+                args.images += rest  # images that are named after an option
             VERBS[args.verb][0](args)
     except (ValueError, OSError, RuntimeError) as error:  # what was asked for cannot be done
         sys.stderr.write(f"peft-luca: {error}\n")

@@ -82,12 +82,14 @@ def test_predict_writes_csv_and_json_lines(place, capsys, tmp_path):
     assert [row["label"] for row in rows] == [one.label for one in wanted]
     assert rows[0]["top"] == pytest.approx(wanted[0].top)
     table = tmp_path / "answers.csv"
-    said(capsys, "predict", folder / "out", *files[:3], "--out", table)
+    said(capsys, "predict", folder / "out", "--out", table, *files[:3])
     with open(table, newline="") as content:
         found = list(csv.DictReader(content))
     assert [row["label"] for row in found] == [one.label for one in wanted[:3]]
     assert float(found[0]["probability"]) == pytest.approx(wanted[0].probability)
     assert "there are no images in" in refused(capsys, "predict", folder / "out", tmp_path)
+    assert "unrecognized arguments: --no" in refused(capsys, "predict", folder / "out", files[0], "--no", files[1])
+    assert "unrecognized arguments: more" in refused(capsys, "show", folder / "out", "more")
     assert "cannot be read" in refused(capsys, "predict", folder / "out", folder / "vit" / "config.json")
 
 
@@ -117,6 +119,10 @@ def test_predictions_of_a_dataset_are_shared_out_and_go_on(place, capsys, tmp_pa
     for one, other in zip(parts, whole, strict=True):
         assert one["label"] == other["label"]
         assert one["probability"] == pytest.approx(other["probability"])
+    with open(file, "ab") as answers:
+        answers.write(content)
+    assert "has 16 answers, but there are 8 images" in refused(capsys, *given, tmp_path / "answers.jsonl")
+    assert "one of both" in refused(capsys, *given, tmp_path / "more.jsonl", *files[:1])
     assert "several processes write files" in refused(capsys, *given[:-1])
 
 
