@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -18,12 +20,14 @@ from accelerate import PartialState
 from transformers import AutoImageProcessor, AutoModelForImageClassification, HfArgumentParser
 from transformers.utils import logging
 
+from .data.feature_cache import digest_images
 from .data.sources import image_files, load_splits
 from .data.task_stream import TaskStream
 from .hub.model_card import FIGURES, collection_figures
 from .hub.publishing import RESULTS_NAME, push_experts
 from .hub.saving import EXPERT_FILES, load_experts, local_folder, save_experts
 from .hub.validation import MANIFEST_NAME, read_config, read_json, read_manifest
+from .preprocessing import find_image_column
 from .training.arguments import ContinualTrainingArguments
 from .training.continual_trainer import ContinualTrainer
 from .training.run_folder import JOURNAL_NAME, RunFolder
@@ -150,20 +154,22 @@ def _predict(args: Any) -> None:
         raise ValueError("name images, or a --dataset, one of both.")
     if not len(images):
         raise ValueError(f"there are no images in {args.dataset or ', '.join(args.images)}.")
-    state, out = PartialState(), Path(args.out) if args.out else None
+    state, out = _processes(), Path(args.out) if args.out else None
     if state.num_processes > 1:
         if out is None:
             raise ValueError("several processes write files: name one with --out.")
         out = out.with_name(f"{out.stem}.{state.process_index}-of-{state.num_processes}{out.suffix}")
     own, as_json = range(state.process_index, len(images), state.num_processes), args.json
     as_json |= out is not None and out.suffix in (".json", ".jsonl")
-    done = _answered(out) if out and args.dataset and as_json else 0
-    if done > len(own):
-        raise ValueError(f"{out} has {done} answers, but there are {len(own)} images: name another file.")
+    model, target = _load(args), out
+    if out and args.dataset and as_json:  # written under a name of its own until it is finished
+        target = out.with_name(f"{out.name}.{_digest(args, images)}.partial")
+    done = _answered(target) if target and target != out else 0
     if done:
-        sys.stderr.write(f"{out} has the answers for the first {done} of {len(own)} images; the others follow\n")
-    model = _load(args)
-    with open(out, "a" if done else "w", encoding="utf-8", newline="") if out else nullcontext(sys.stdout) as file:
+        sys.stderr.write(f"{target} has the answers for the first {done} of {len(own)} images; the others follow\n")
+    with (
+        open(target, "a" if done else "w", encoding="utf-8", newline="") if target else nullcontext(sys.stdout) as file
+    ):
         for start in range(done, len(own), CHUNK):
             rows = own[start : start + CHUNK]
             asked = images.select(rows) if args.dataset else [images[row] for row in rows]
@@ -171,6 +177,24 @@ def _predict(args: Any) -> None:
             found = [name | one.to_dict() for name, one in zip(names, model.predict(asked, args.top_k), strict=True)]
             _write_answers(file, found, as_json, header=not start)
             file.flush()
+    if target and out:
+        os.replace(target, out)
+
+
+def _processes() -> PartialState:
+    return PartialState(cpu=not torch.accelerator.is_available())
+
+
+def _digest(args: Any, images: Any) -> str:
+    """A digest of what decides the answers: the experts' files, the arguments, and a hundred of the images."""
+    folder = local_folder(args.experts)
+    names = read_manifest(folder).names if (folder / MANIFEST_NAME).is_file() else [""]
+    files = [folder / MANIFEST_NAME, *(folder / name / file for name in names for file in EXPERT_FILES)]
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+    sample = images.select(range(0, len(images), len(images) // 100 + 1))
+    digests += [digest_images(sample, find_image_column(images, "name one")), args.model, args.dtype]
+    text = json.dumps([*digests, args.top_k, args.split, len(images)])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _answered(file: Path) -> int:
@@ -289,7 +313,7 @@ def _backbone(source: Any) -> str:
 def _load(args: Any) -> Any:
     """The experts of a folder or repository, on their backbone."""
     model: Any = load_experts(load_backbone(args.model or _backbone(args.experts), args.dtype), args.experts)
-    return model.to(PartialState().device)
+    return model.to(_processes().device)
 
 
 def _new_folder(path: str) -> Path:

@@ -15,7 +15,7 @@ STAGES += ["hub", "data", "training", "cli"]
 RANK = {name: rank for rank, names in enumerate(STAGES) for name in names.split()}
 # routing/ takes tensors and returns tensors.
 NOT_IN_ROUTING = {"peft", "transformers", "datasets", "safetensors", "huggingface_hub", "PIL", "json", "os", "pathlib"}
-MOST_LINES = {"file": 450, "class": 350, "function": 60, "package": 8960}
+MOST_LINES = {"file": 450, "class": 350, "function": 60, "package": 9000}
 
 
 def module_of(path):

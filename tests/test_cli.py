@@ -109,19 +109,29 @@ def test_predictions_of_a_dataset_are_shared_out_and_go_on(place, capsys, tmp_pa
         monkeypatch.setattr(PartialState(), "process_index", index)
         file = tmp_path / f"answers.{index}-of-2.jsonl"
         said(capsys, *given, tmp_path / "answers.jsonl")
-        parts += [json.loads(line) for line in file.read_text().splitlines()]
         content = file.read_bytes()
-        file.write_bytes(content[: len(content) * 2 // 3])  # as a kill leaves it
+        parts += [json.loads(line) for line in content.decode().splitlines()]
+        part = content.decode()[: len(content) * 2 // 3]
+
+        def cut_off(out, *args, text=part, **kwargs):
+            out.write(text)
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as killed:  # in the middle of a line
+            killed.setattr(cli, "_write_answers", cut_off)
+            with pytest.raises(ZeroDivisionError):
+                cli.main([str(argument) for argument in (*given, tmp_path / "answers.jsonl")])
+        assert file.read_bytes() == content
+        said(capsys, *given, tmp_path / "answers.jsonl", "--top_k", 2)  # other answers do not go on with these
+        assert len(json.loads(file.read_text().splitlines()[0])["top"]) == 2
         cli.main([str(argument) for argument in (*given, tmp_path / "answers.jsonl")])
         assert "has the answers for the first 5 of 8 images" in capsys.readouterr().err
         assert file.read_bytes() == content
+    assert not list(tmp_path.glob("*.partial"))
     parts.sort(key=lambda row: row["row"])
     for one, other in zip(parts, whole, strict=True):
         assert one["label"] == other["label"]
         assert one["probability"] == pytest.approx(other["probability"])
-    with open(file, "ab") as answers:
-        answers.write(content)
-    assert "has 16 answers, but there are 8 images" in refused(capsys, *given, tmp_path / "answers.jsonl")
     assert "one of both" in refused(capsys, *given, tmp_path / "more.jsonl", *files[:1])
     assert "several processes write files" in refused(capsys, *given[:-1])
 
