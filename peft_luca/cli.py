@@ -24,13 +24,13 @@ from .data.feature_cache import digest_images
 from .data.sources import image_files, load_splits
 from .data.task_stream import TaskStream
 from .hub.model_card import FIGURES, collection_figures
-from .hub.publishing import RESULTS_NAME, push_experts
+from .hub.publishing import push_experts
 from .hub.saving import EXPERT_FILES, load_experts, local_folder, save_experts
-from .hub.validation import MANIFEST_NAME, read_config, read_json, read_manifest
+from .hub.validation import JOURNAL_NAME, MANIFEST_NAME, RESULTS_NAME, read_config, read_json, read_manifest
 from .preprocessing import find_image_column
 from .training.arguments import ContinualTrainingArguments
 from .training.continual_trainer import ContinualTrainer
-from .training.run_folder import JOURNAL_NAME, RunFolder
+from .training.run_folder import RunFolder
 from .tuner.config import LucaConfig
 from .utils import list_names, pluralize
 
@@ -154,17 +154,18 @@ def _predict(args: Any) -> None:
         raise ValueError("name images, or a --dataset, one of both.")
     if not len(images):
         raise ValueError(f"there are no images in {args.dataset or ', '.join(args.images)}.")
-    state, out = _processes(), Path(args.out) if args.out else None
+    state, out = PartialState(cpu=not torch.accelerator.is_available()), Path(args.out) if args.out else None
     if state.num_processes > 1:
         if out is None:
             raise ValueError("several processes write files: name one with --out.")
         out = out.with_name(f"{out.stem}.{state.process_index}-of-{state.num_processes}{out.suffix}")
     own, as_json = range(state.process_index, len(images), state.num_processes), args.json
     as_json |= out is not None and out.suffix in (".json", ".jsonl")
-    model, target = _load(args), out
-    if out and args.dataset and as_json:  # written under a name of its own until it is finished
-        target = out.with_name(f"{out.name}.{_digest(args, images)}.partial")
-    done = _answered(target) if target and target != out else 0
+    resumes, target = bool(out and args.dataset and as_json), None
+    if out:  # written under another name until it is finished, which tells what decides the answers
+        target = out.with_name(f"{out.name}.{_digest(args, images) if resumes else 'new'}.partial")
+    done = _answered(target) if target and resumes else 0
+    model = _load(args)
     if done:
         sys.stderr.write(f"{target} has the answers for the first {done} of {len(own)} images; the others follow\n")
     with (
@@ -179,10 +180,6 @@ def _predict(args: Any) -> None:
             file.flush()
     if target and out:
         os.replace(target, out)
-
-
-def _processes() -> PartialState:
-    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def _digest(args: Any, images: Any) -> str:
@@ -313,7 +310,7 @@ def _backbone(source: Any) -> str:
 def _load(args: Any) -> Any:
     """The experts of a folder or repository, on their backbone."""
     model: Any = load_experts(load_backbone(args.model or _backbone(args.experts), args.dtype), args.experts)
-    return model.to(_processes().device)
+    return model.to(PartialState(cpu=not torch.accelerator.is_available()).device)
 
 
 def _new_folder(path: str) -> Path:

@@ -319,7 +319,7 @@ class FeatureExtractor:
         share = waited / max(time.monotonic() - began, SLOW)
         if share > 0.5 and rank == 0:
             remedy = "set dataloader_num_workers higher, up to the number of cores, or store smaller images"
-            logger.warning(f"Reading the images took {share:.0%} of the time for [CLS]: {remedy}.")
+            logger.warning_once(f"Reading the images took {share:.0%} of the time for [CLS]: {remedy}.")
 
     def _report(self, bad: list[tuple[int, str | None, str]]) -> None:
         if bad and self.on_bad_image == "raise":

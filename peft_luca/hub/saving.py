@@ -34,7 +34,15 @@ from ..tuner.layer import LucaExperts, LucaLayer, find_layer
 from ..tuner.model import LucaPeftModel, quiet_peft, tuner_of
 from ..utils import InvalidExpertError, atomic_write, check_classes, list_names, show, warn_about_spellings, write_json
 from . import validation
-from .validation import MANIFEST_FORMAT, MANIFEST_NAME, STATISTICS_FORMAT, STATISTICS_NAME, Manifest
+from .validation import (
+    JOURNAL_NAME,
+    MANIFEST_FORMAT,
+    MANIFEST_NAME,
+    RESULTS_NAME,
+    STATISTICS_FORMAT,
+    STATISTICS_NAME,
+    Manifest,
+)
 
 
 # The files of an expert, in the order in which they are put in place: a folder counts as an adapter once it has a
@@ -99,7 +107,8 @@ def save_experts(
         names (`Sequence[str]`, *optional*): The experts to write; the manifest always lists all. All by default.
 
     Raises:
-        ValueError: the router is a function or a class of one's own, or it needs the statistics that are left out.
+        ValueError: the router is a function or a class of one's own, or it needs the statistics that are left out; or
+            it is the folder of a run that has other experts.
     """
     tuner, folder = tuner_of(model), Path(directory).expanduser()
     names = list(tuner.experts) if names is None else names
@@ -110,6 +119,11 @@ def save_experts(
         raise ValueError(f"the router {router.name!r} needs the experts' statistics: leave out statistics=False.")
     folder.mkdir(parents=True, exist_ok=True)
     there = validation.read_manifest(folder).names if (folder / MANIFEST_NAME).is_file() else []
+    kept = {name.lower() for name in tuner.experts}  # on some disks their folders are the same
+    gone = [name for name in there if name.lower() not in kept]
+    if gone and (folder / RESULTS_NAME).is_file() and not (folder / JOURNAL_NAME).is_file():
+        reason = f"{folder} is the folder of a run, of whose experts the model lacks {list_names(gone, 5)}"
+        raise ValueError(f"{reason}. Save into another folder, or delete them with the run's trainer.")
     for name in names:
         save_expert(model, name, folder / name, statistics=statistics)
     manifest = {
@@ -119,8 +133,7 @@ def save_experts(
         "fingerprint": tuner.backbone.fingerprint,
     }
     write_json(folder / MANIFEST_NAME, manifest)
-    kept = {name.lower() for name in tuner.experts}  # on some disks their folders are the same
-    for place in (folder / name for name in there if name.lower() not in kept):
+    for place in (folder / name for name in gone):
         for file in EXPERT_FILES:
             (place / file).unlink(missing_ok=True)
         with suppress(OSError):  # other files stay

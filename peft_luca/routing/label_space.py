@@ -33,7 +33,6 @@ class LabelSpace:
         self.classes = tuple(ids)
         self.rows = len(row_class)
         self.row_class = row_class.to(device)
-        # One tensor is cut into parts: to make a thousand small ones takes longer.
         self.own = dict(zip(sizes, self.row_class.split(list(sizes.values())), strict=True))
         rows = torch.arange(self.rows, device=device).split(list(sizes.values()))
         self.own_rows = dict(zip(sizes, rows, strict=True))
@@ -41,19 +40,13 @@ class LabelSpace:
         self.part_class = torch.cat([self.own[name] for name in names])
         places, counts = torch.tensor([place[name] for name in names]), torch.tensor([sizes[name] for name in names])
         self.part_expert = places.repeat_interleave(counts).to(device)
-        # Where no class is shared, the rows only have to be put into the order of the classes.
-        self.permutation = row_class.argsort().to(device) if self.rows == len(ids) else None
-
-    def order_rows(self, rows: Tensor) -> Tensor:
-        """The rows of all experts, `(rows, d)`, in the order of the classes if no two experts share a class."""
-        return rows if self.permutation is None else rows.index_select(0, self.permutation)
 
     def combine_rows(self, cosines: Tensor, expert: str) -> Tensor:
         """
-        One expert's cosines with all rows as `order_rows` orders them, `(batch, rows)` → with all classes,
-        `(batch, C)`: its own row for a class that it has, otherwise the best over the experts that have the class.
+        One expert's cosines with the rows of all experts, `(batch, rows)` → with all classes, `(batch, C)`: its own
+        row for a class that it has, otherwise the best over the experts that have the class.
         """
-        if self.permutation is not None:
+        if self.rows == len(self.classes):  # no class is shared, and classes are in the order of the rows
             return cosines
         row_class = self.row_class.expand(cosines.shape[0], -1)
         best = cosines.new_full((cosines.shape[0], len(self.classes)), -2.0)  # below every cosine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
@@ -102,7 +104,7 @@ class ContinualTrainingArguments(TrainingArguments):
         default_factory=torch.accelerator.is_available, metadata={"help": "Pin memory, where there is an accelerator."}
     )
     dataloader_num_workers: int = field(
-        default_factory=lambda: min(8, (os.cpu_count() or 1) - 1) if torch.accelerator.is_available() else 0,
+        default_factory=lambda: _workers(),
         metadata={"help": "Processes that read images: 0 without an accelerator, else one less than cores, up to 8."},
     )
     ddp_find_unused_parameters: bool | None = _field(False, "Every parameter of an expert is used.")
@@ -146,7 +148,7 @@ class ContinualTrainingArguments(TrainingArguments):
         if self.features_cache_dir is not None:
             self.features_cache_dir = os.path.abspath(os.path.expanduser(self.features_cache_dir))
         for kind in ("deepspeed", "fsdp"):
-            asked = getattr(self, kind) or os.environ.get(f"ACCELERATE_USE_{kind.upper()}", "false") != "false"
+            asked = getattr(self, kind) or parse_flag_from_env(f"ACCELERATE_USE_{kind.upper()}")
             _check(self, kind, not asked, "left out: the backbone is frozen, and an expert is small. Use --multi_gpu")
         super().__post_init__()
         for name in ContinualTrainingArguments.__annotations__:
@@ -199,6 +201,14 @@ class ContinualTrainingArguments(TrainingArguments):
         """The router of the run."""
         options = {} if self.routing_scope == "sample" else {"routing_scope": self.routing_scope}
         return make_router(self.router or "auto", **options)
+
+
+def _workers() -> int:
+    """Processes that read images. Where they are not forked, a script without a main guard could not start them."""
+    start = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if not torch.accelerator.is_available() or start != "fork":
+        return 0
+    return max(0, min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1))  # of each process
 
 
 def _check(args: Any, name: str, is_valid: bool, needed: str) -> None:

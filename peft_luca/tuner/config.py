@@ -152,7 +152,9 @@ class LucaConfig(PeftConfig):
         """As [`~peft.PeftConfig.from_pretrained`]. For PEFT's `load_adapter` the weights must be readable as well."""
         config: LucaConfig = super().from_pretrained(*args, **kwargs)
         if "ephemeral_gpu_offload" in kwargs:  # of load_adapter, which would read the weights too late
-            load_peft_weights(args[0], "cpu", **cls._split_kwargs(kwargs)[0])
+            load_peft_weights(
+                args[0] if args else kwargs["pretrained_model_name_or_path"], "cpu", **cls._split_kwargs(kwargs)[0]
+            )
             config.weights_follow = True
         return config
 

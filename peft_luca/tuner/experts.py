@@ -113,6 +113,8 @@ class ExpertStore(nn.Module, BaseTunerLayer):
             container, _, inner = key.partition(".")
             entry = getattr(self, container)[adapter_name]
             target = getattr(entry, inner) if inner else entry
+            if tensor.shape != target.shape:
+                raise ValueError(f"{key} has the shape {tuple(tensor.shape)}, and needs {tuple(target.shape)}.")
             if target.dtype in (torch.float16, torch.bfloat16):
                 target.data = target.data.float()  # PEFT keeps adapters of a half-precision model in float32
             # No copy where nothing changes, and the whitening in its float16: ten thousand experts fill the memory.
@@ -160,12 +162,14 @@ class ExpertStore(nn.Module, BaseTunerLayer):
         return {key: parameter for key, parameter in found.items() if key.split(".")[0] in self.module_names}
 
 
-def named_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module, name: str = "", seen: Any = None) -> Iterator[tuple[str, nn.Module]]:
     """As `model.named_modules()`, without what is in a layer of experts: of those there may be a thousand."""
-    yield name, model
-    if not isinstance(model, ExpertStore):
-        for child_name, child in model.named_children():
-            yield from named_modules(child, f"{name}.{child_name}" if name else child_name)
+    seen = set() if seen is None else seen
+    if model not in seen:
+        seen.add(model)
+        yield name, model
+        for child_name, child in [] if isinstance(model, ExpertStore) else model.named_children():
+            yield from named_modules(child, f"{name}.{child_name}" if name else child_name, seen)
 
 
 def _xavier(linear: nn.Linear) -> nn.Linear:

@@ -138,12 +138,12 @@ class LucaLayer(ExpertStore):
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
                 f"{len(adapter_names)} and {len(z)} respectively."
             )
-        logits: dict[int, Tensor] = {}
-        rows = self._unit_rows()
-        for name in dict.fromkeys(adapter_names):
-            images = [i for i, other in enumerate(adapter_names) if other == name]
-            logits.update(zip(images, self._scores_of(z[images], name, rows), strict=True))
-        return torch.stack([logits[i] for i in range(len(z))])
+        rows, places = self._unit_rows(), dict[str, list[int]]()
+        for i, name in enumerate(adapter_names):
+            places.setdefault(name, []).append(i)
+        parts = [self._scores_of(z[images], name, rows) for name, images in places.items()]
+        order = torch.tensor([i for images in places.values() for i in images], device=z.device)
+        return torch.cat(parts)[order.argsort()]
 
     def standardize(self, z: Tensor, adapter_name: str) -> Tensor:
         """Standardizes and whitens [CLS] by the expert's reference, `(batch, d)` → `(batch, d)`."""
@@ -200,12 +200,14 @@ class LucaLayer(ExpertStore):
         """The scores of `size` experts at a time, `(batch, size, C)`."""
         rows = self._unit_rows()
         for i in range(0, len(adapter_names), size):
-            yield torch.stack([self._scores_of(z, name, rows) for name in adapter_names[i : i + size]], dim=1)
+            # All parts are of one size, since sums over classes are rounded otherwise in another: equal experts tie.
+            start = max(0, min(i, len(adapter_names) - size))
+            scores = [self._scores_of(z, name, rows) for name in adapter_names[start : start + size]]
+            yield torch.stack(scores, dim=1)[:, i - start :]
 
     def _unit_rows(self) -> Tensor:
-        """The rows of all experts, each of length 1, in the order of [`LabelSpace`], `(rows, d)`."""
-        rows = torch.cat([F.normalize(self.luca_class_rows[name], dim=-1) for name in self.configs])
-        return self.label_space.order_rows(rows)
+        """The rows of all experts, each of length 1, `(rows, d)`."""
+        return torch.cat([F.normalize(self.luca_class_rows[name], dim=-1) for name in self.configs])
 
     def _scores_of(self, z: Tensor, adapter_name: str, rows: Tensor) -> Tensor:
         """Scores of all classes under one expert, `(batch, C)`."""

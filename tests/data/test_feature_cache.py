@@ -95,7 +95,7 @@ def test_one_pass_per_image_in_the_order_of_the_dataset(workers):
 def test_images_that_are_read_too_slowly_are_told_of(seconds, said, monkeypatch):
     lines = []
     monkeypatch.setattr(feature_cache, "SLOW", seconds)
-    monkeypatch.setattr(feature_cache.logger, "warning", lines.append)
+    monkeypatch.setattr(feature_cache.logger, "warning_once", lines.append)
     extractor()(colors())  # the backbone does next to nothing
     assert bool(lines) == said
     if said:

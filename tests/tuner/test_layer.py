@@ -11,6 +11,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from peft_luca import LucaConfig
 from peft_luca.tuner.config import ARRANGEMENTS, NORM_POSITIONS
+from peft_luca.tuner.experts import named_modules
 from peft_luca.tuner.layer import find_layer
 
 
@@ -297,3 +298,24 @@ def test_an_expert_added_to_a_model_in_half_precision_keeps_its_own():
     for key, tensor in tuner.layer.tensors("t").items():
         assert tensor.dtype == tensors[key.replace(".t", "", 1)].dtype
         assert torch.equal(tensor, tensors[key.replace(".t", "", 1)])
+
+
+def test_modules_are_listed_as_torch_lists_them_but_for_the_experts():
+    model = make_model({"t": SIX})
+    shared = torch.nn.Linear(2, 2)
+    model.base_model.model.one, model.base_model.model.other = shared, shared
+    inside = "base_model.model.classifier."
+    expected = [name for name, _ in model.named_modules() if not name.startswith(inside)]
+    assert [name for name, _ in named_modules(model)] == expected
+    cycle = torch.nn.Module()
+    cycle.back = torch.nn.ModuleList([cycle])
+    assert [name for name, _ in named_modules(cycle)] == [name for name, _ in cycle.named_modules()]
+
+
+def test_tensors_of_another_shape_are_refused():
+    model = make_model({"t": SIX})
+    tensors = {key.replace(".t", "", 1): tensor.clone() for key, tensor in model.base_model.layer.tensors("t").items()}
+    tensors["luca_adapter_up.bias"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"luca_adapter_up.bias has the shape \(1,\), and needs \(32,\)"):
+        model.base_model.add_expert("u", LucaConfig(classes=SIX), tensors)
+    assert list(model.experts) == ["t"]
