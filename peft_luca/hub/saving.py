@@ -35,10 +35,8 @@ from ..tuner.model import LucaPeftModel, quiet_peft, tuner_of
 from ..utils import InvalidExpertError, atomic_write, check_classes, list_names, show, warn_about_spellings, write_json
 from . import validation
 from .validation import (
-    JOURNAL_NAME,
     MANIFEST_FORMAT,
     MANIFEST_NAME,
-    RESULTS_NAME,
     STATISTICS_FORMAT,
     STATISTICS_NAME,
     Manifest,
@@ -107,8 +105,7 @@ def save_experts(
         names (`Sequence[str]`, *optional*): The experts to write; the manifest always lists all. All by default.
 
     Raises:
-        ValueError: the router is a function or a class of one's own, or it needs the statistics that are left out; or
-            it is the folder of a run that has other experts.
+        ValueError: the router is a function or a class of one's own, or it needs the statistics that are left out.
     """
     tuner, folder = tuner_of(model), Path(directory).expanduser()
     names = list(tuner.experts) if names is None else names
@@ -121,9 +118,6 @@ def save_experts(
     there = validation.read_manifest(folder).names if (folder / MANIFEST_NAME).is_file() else []
     kept = {name.lower() for name in tuner.experts}  # on some disks their folders are the same
     gone = [name for name in there if name.lower() not in kept]
-    if gone and (folder / RESULTS_NAME).is_file() and not (folder / JOURNAL_NAME).is_file():
-        reason = f"{folder} is the folder of a run, of whose experts the model lacks {list_names(gone, 5)}"
-        raise ValueError(f"{reason}. Save into another folder, or delete them with the run's trainer.")
     for name in names:
         save_expert(model, name, folder / name, statistics=statistics)
     manifest = {

@@ -147,17 +147,6 @@ def test_files_of_two_experts_are_not_taken_for_one(tmp_path, files):
     load(make_vit(), statistics=False)
 
 
-def test_a_run_is_not_lost_to_a_collection_of_other_experts(tmp_path):
-    save_experts(make_model({"s": ["a", "b"], "t": ["c", "d"]}), tmp_path)
-    (tmp_path / "results.json").write_text("{}")
-    before = {name: (tmp_path / name).read_bytes() for name in files_in(tmp_path)}
-    with pytest.raises(ValueError, match="is the folder of a run, of whose experts the model lacks 't'"):
-        save_experts(make_model({"s": ["a", "b"], "u": ["e", "f"]}), tmp_path)
-    assert {name: (tmp_path / name).read_bytes() for name in files_in(tmp_path)} == before
-    save_experts(make_model({"s": ["a", "b"], "t": ["c", "d"], "u": ["e", "f"]}), tmp_path)  # nothing is lost
-    assert (tmp_path / "u" / "adapter_config.json").is_file()
-
-
 def test_a_collection_saved_over_an_older_one_has_no_expert_that_the_model_has_not(tmp_path):
     save_experts(make_model({"old": ["x"], **TWO}), tmp_path)
     (tmp_path / "old" / "notes.txt").write_text("mine")
