@@ -370,6 +370,12 @@ def test_the_page_about_the_method_has_the_figures_of_the_results():
     assert figures_in(protocol.split("## ")[0]) == [mean(entropy[name]) for name in names]
 
 
+def test_the_page_about_several_processes_has_the_figure_of_the_results():
+    one, two = (results_of(f"extraction_{n}.json") for n in (1, 2))
+    assert (one["processes"], two["processes"], one["images"]) == (1, 2, two["images"])
+    assert f"two processes take {two['seconds'] / one['seconds']:.2f} of one's time" in flat("docs/distributed.md")
+
+
 def test_appendix_has_the_figures_of_the_results():
     """In the page's order: which variant, and which figure of it."""
     recipe, none = "the recipe", "linear heads, strangers none of mine, all experts"
