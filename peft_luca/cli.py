@@ -24,13 +24,13 @@ from .data.feature_cache import digest_images
 from .data.sources import image_files, load_splits
 from .data.task_stream import TaskStream
 from .hub.model_card import FIGURES, collection_figures
-from .hub.publishing import push_experts
+from .hub.publishing import RESULTS_NAME, push_experts
 from .hub.saving import EXPERT_FILES, load_experts, local_folder, save_experts
-from .hub.validation import JOURNAL_NAME, MANIFEST_NAME, RESULTS_NAME, read_config, read_json, read_manifest
+from .hub.validation import MANIFEST_NAME, read_config, read_json, read_manifest
 from .preprocessing import find_image_column
 from .training.arguments import ContinualTrainingArguments
 from .training.continual_trainer import ContinualTrainer
-from .training.run_folder import RunFolder
+from .training.run_folder import JOURNAL_NAME, RunFolder
 from .tuner.config import LucaConfig
 from .utils import list_names, pluralize
 

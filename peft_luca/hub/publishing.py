@@ -21,10 +21,12 @@ from ..utils import check_classes, list_names, pluralize, write_json
 from . import model_card
 from .model_card import CARD_NAME, PICTURE_NAME, TAGS, CardFacts
 from .saving import EXPERT_FILES, save_expert, save_experts
-from .validation import MANIFEST_NAME, RESULTS_NAME, read_json, read_manifest
+from .validation import MANIFEST_NAME, read_json, read_manifest
 
 
 logger = logging.get_logger(__name__)
+
+RESULTS_NAME = "results.json"
 
 
 def push_expert(

@@ -34,13 +34,7 @@ from ..tuner.layer import LucaExperts, LucaLayer, find_layer
 from ..tuner.model import LucaPeftModel, quiet_peft, tuner_of
 from ..utils import InvalidExpertError, atomic_write, check_classes, list_names, show, warn_about_spellings, write_json
 from . import validation
-from .validation import (
-    MANIFEST_FORMAT,
-    MANIFEST_NAME,
-    STATISTICS_FORMAT,
-    STATISTICS_NAME,
-    Manifest,
-)
+from .validation import MANIFEST_FORMAT, MANIFEST_NAME, STATISTICS_FORMAT, STATISTICS_NAME, Manifest
 
 
 # The files of an expert, in the order in which they are put in place: a folder counts as an adapter once it has a
@@ -116,8 +110,6 @@ def save_experts(
         raise ValueError(f"the router {router.name!r} needs the experts' statistics: leave out statistics=False.")
     folder.mkdir(parents=True, exist_ok=True)
     there = validation.read_manifest(folder).names if (folder / MANIFEST_NAME).is_file() else []
-    kept = {name.lower() for name in tuner.experts}  # on some disks their folders are the same
-    gone = [name for name in there if name.lower() not in kept]
     for name in names:
         save_expert(model, name, folder / name, statistics=statistics)
     manifest = {
@@ -127,7 +119,8 @@ def save_experts(
         "fingerprint": tuner.backbone.fingerprint,
     }
     write_json(folder / MANIFEST_NAME, manifest)
-    for place in (folder / name for name in gone):
+    kept = {name.lower() for name in tuner.experts}  # on some disks their folders are the same
+    for place in (folder / name for name in there if name.lower() not in kept):
         for file in EXPERT_FILES:
             (place / file).unlink(missing_ok=True)
         with suppress(OSError):  # other files stay

@@ -26,7 +26,6 @@ from ..utils import NAME_RULE, InvalidExpertError, check_classes, show
 MANIFEST_NAME = "experts.json"
 MANIFEST_FORMAT = 1
 STATISTICS_NAME = "statistics.safetensors"
-RESULTS_NAME, JOURNAL_NAME = "results.json", ".journal.json"  # of a run's folder
 STATISTICS_FORMAT = 1
 
 MAX_JSON_BYTES = 2**25

@@ -129,7 +129,7 @@ class RegularizedDiscriminant(Discriminant):
         self.groups = list(Counter(sizes[k] for k in order).items())  # (rows per class, classes)
         self.places = nn.Buffer(torch.tensor(order).argsort())
         rows, offsets = torch.empty(sum(sizes), d), torch.empty(sum(sizes))
-        parts = [rows.split([sizes[k] for k in order]), offsets.split([sizes[k] for k in order])]
+        row_parts, offset_parts = (whole.split([sizes[k] for k in order]) for whole in (rows, offsets))
         volumes, spans, leverages = torch.empty(3, len(means), dtype=torch.float64)
         for k, factor in enumerate(statistics.factors):
             freedom = float(counts[k]) - 1
@@ -154,8 +154,8 @@ class RegularizedDiscriminant(Discriminant):
             spans[k] = (factor.square() / diagonal).sum() - (factor @ reduced.T).square().sum()
             spans[k] += statistics.remainder[k].double().mean() * ((1 / diagonal).sum() - reduced.square().sum())
             leverages[k] = (1 - sphere) * (own / max(freedom, 1) + (1 - own) / max(pooled_freedom, 1))
-            parts[0][self.places[k]].copy_(reduced)
-            parts[1][self.places[k]].copy_(reduced @ means[k])
+            row_parts[self.places[k]].copy_(reduced)
+            offset_parts[self.places[k]].copy_(reduced @ means[k])
         self.rows, self.offsets = nn.Buffer(rows), nn.Buffer(offsets)
         self.inverse, self.linear = nn.Buffer(inverse.float()), nn.Buffer((means * inverse).float())
         self.constant = nn.Buffer((-0.5 * ((means.square() * inverse).sum(dim=1) + volume * volumes)).float())

@@ -22,8 +22,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..data.task_stream import Task, TaskStream
 from ..hub.model_card import CARD_NAME
+from ..hub.publishing import RESULTS_NAME
 from ..hub.saving import save_experts
-from ..hub.validation import JOURNAL_NAME, MANIFEST_NAME, RESULTS_NAME, read_manifest
+from ..hub.validation import MANIFEST_NAME, read_manifest
 from ..tuner.backbone import processor_facts
 from ..tuner.config import LucaConfig
 from ..tuner.model import tuner_of
@@ -37,6 +38,7 @@ Digests = Callable[[Task], dict[str, str]]  # of a task's train and test images
 RESULTS_FORMAT = 2
 MATRIX_NAME = "matrix.jsonl"
 REPORT_NAME = "report.html"
+JOURNAL_NAME = ".journal.json"
 PLOTS_NAME = "plots"
 # What decides how a run's experts turn out. A run is resumed only with the same values.
 SETTINGS = (
