@@ -32,7 +32,7 @@ from .training.arguments import ContinualTrainingArguments
 from .training.continual_trainer import ContinualTrainer
 from .training.run_folder import JOURNAL_NAME, RunFolder
 from .tuner.config import LucaConfig
-from .utils import list_names, pluralize
+from .utils import atomic_write, list_names, pluralize
 
 
 CHUNK = 512  # images between two writes of predictions
@@ -161,15 +161,17 @@ def _predict(args: Any) -> None:
         out = out.with_name(f"{out.stem}.{state.process_index}-of-{state.num_processes}{out.suffix}")
     own, as_json = range(state.process_index, len(images), state.num_processes), args.json
     as_json |= out is not None and out.suffix in (".json", ".jsonl")
-    resumes, target = bool(out and args.dataset and as_json), None
-    if out:  # written under another name until it is finished, which tells what decides the answers
-        target = out.with_name(f"{out.name}.{_digest(args, images) if resumes else 'new'}.partial")
-    done = _answered(target) if target and resumes else 0
+    partial = None
+    if out and args.dataset and as_json:  # until they are whole, answers lie under a name that tells what decides them
+        partial = out.with_name(f"{out.name}.{_digest(args, images)}.partial")
+    done = _count_answers(partial) if partial else 0
     model = _load(args)
     if done:
-        sys.stderr.write(f"{target} has the answers for the first {done} of {len(own)} images; the others follow\n")
+        sys.stderr.write(f"{partial} has the answers for the first {done} of {len(own)} images; the others follow\n")
+    writing: Any = atomic_write(out) if out and not partial else nullcontext(partial)
     with (
-        open(target, "a" if done else "w", encoding="utf-8", newline="") if target else nullcontext(sys.stdout) as file
+        writing as place,
+        open(place, "a" if done else "w", encoding="utf-8", newline="") if place else nullcontext(sys.stdout) as file,
     ):
         for start in range(done, len(own), CHUNK):
             rows = own[start : start + CHUNK]
@@ -178,8 +180,8 @@ def _predict(args: Any) -> None:
             found = [name | one.to_dict() for name, one in zip(names, model.predict(asked, args.top_k), strict=True)]
             _write_answers(file, found, as_json, header=not start)
             file.flush()
-    if target and out:
-        os.replace(target, out)
+    if partial and out:
+        os.replace(partial, out)
 
 
 def _digest(args: Any, images: Any) -> str:
@@ -194,7 +196,7 @@ def _digest(args: Any, images: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _answered(file: Path) -> int:
+def _count_answers(file: Path) -> int:
     """Lines that an earlier run has written. One that is cut off is removed."""
     if not file.is_file():
         return 0

@@ -90,6 +90,10 @@ def test_predict_writes_csv_and_json_lines(place, capsys, tmp_path):
     assert "there are no images in" in refused(capsys, "predict", folder / "out", tmp_path)
     assert "unrecognized arguments: --no" in refused(capsys, "predict", folder / "out", files[0], "--no", files[1])
     assert "unrecognized arguments: more" in refused(capsys, "show", folder / "out", "more")
+    before = contents(tmp_path)
+    unreadable = folder / "vit" / "config.json"
+    assert "cannot be read" in refused(capsys, "predict", folder / "out", files[0], unreadable, "--out", table)
+    assert contents(tmp_path) == before  # what was there stays, and nothing else is left
     assert "cannot be read" in refused(capsys, "predict", folder / "out", folder / "vit" / "config.json")
 
 

@@ -41,7 +41,7 @@ logger = logging.get_logger(__name__)
 CACHE_FORMAT = 5
 PACKAGES = ("torch", "torchvision", "transformers", "numpy", "pillow", "datasets")  # versions
 STORAGE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SLOW = 60.0  # seconds: nobody minds what takes less
+SLOW = 60.0  # seconds: shorter runs are not warned about
 CHECKPOINT_SECONDS = 10.0  # time between two checkpoints of a partial file
 
 
